@@ -78,7 +78,7 @@ class Step:
     phases: Mapping[str, Array]
 
     def planned(self, costs: Array, share: float = 1.0) -> float:
-        """What `framework.memory.timeline.estimate_step` gives; a test holds the two together."""
+        """What `framework.memory.step_time.estimate_step` gives; a test holds the two together."""
         host, kernels = (self.host @ costs)[self.order] * share, self.kernels[self.order]
         at, done = float(self.once @ costs) * share, 0.0
         for begin, end in zip([0, *self.waits], [*self.waits, len(host)], strict=True):

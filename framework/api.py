@@ -224,7 +224,7 @@ def report(run: str | Path, output: str | Path | None = None) -> Path:
 
     Raises RequestError for a folder without a run, and if the page cannot be written.
     """
-    from framework.cli.runs import write_report
+    from framework.cli.saved import write_report
 
     return write_report(Path(run), Path(output) if output is not None else None)
 

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from framework.beside import path_like
 from framework.compose import Composition, Origin, draft
 from framework.compose.paths import leads_somewhere, looks_local
 from framework.errors import Problem, RequestError
 from framework.memory.cards import detect
 from framework.memory.requirements import missing_trackers, unmet_requirements, workers_over_cores
+from framework.paths import path_like
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 from framework.schema.rules.every import Needs, find_conflicts

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from framework.errors import Problem, RequestError
 from framework.hub import hub_is_reachable as hub_is_reachable
-from framework.regular_files import special_files
+from framework.paths import special_files
 
 UNLOADABLE = (ImportError, OSError, ValueError, RuntimeError, SafetensorError)
 """What libraries raise where weights are missing, damaged, or of something else."""

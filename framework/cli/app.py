@@ -14,8 +14,7 @@ from framework.cli.look import data, levers
 from framework.cli.plan import diff, fit, plan
 from framework.cli.printing import print_text
 from framework.cli.recipes import convert, init
-from framework.cli.runs import explain, report
-from framework.cli.saved import evaluate, export, merge, predict, push
+from framework.cli.saved import evaluate, explain, export, merge, predict, push, report
 from framework.errors import Interrupted
 from framework.installation import require_versions
 

@@ -11,9 +11,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.beside import path_like
 from framework.errors import Problem, RequestError
-from framework.regular_files import kind_of
+from framework.paths import kind_of, path_like
 from framework.schema.plural import counted
 from framework.terminal import on_one_line, visible
 

@@ -11,10 +11,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
-from framework.beside import path_like
 from framework.compose.origins import Node, Origin, node_of
 from framework.compose.shipped import GROUPS
 from framework.errors import Problem, RequestError
+from framework.paths import path_like
 from framework.schema.keys import Path, dotted, key_at, keys_next_to, unknown
 
 COMMAND_LINE = "command line"

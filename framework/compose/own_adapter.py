@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from framework.beside import path_like
 from framework.compose.layers import Layer, highest
 from framework.compose.origins import Node, Origin, node_of
 from framework.compose.paths import looks_local
 from framework.compose.trained_folders import ADAPTER_FILE, describe_trained, read_json, trained_folder
 from framework.errors import Problem
 from framework.hub import hub_is_reachable
+from framework.paths import path_like
 from framework.schema.choices import PeftMethod
 from framework.schema.keys import Path as Key
 from framework.schema.keys import dotted

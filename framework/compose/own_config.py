@@ -16,7 +16,7 @@ from framework.compose.layers import Layer, highest
 from framework.compose.origins import Node
 from framework.errors import Problem
 from framework.hub import hub_is_reachable
-from framework.regular_files import read_regular
+from framework.paths import read_regular
 from framework.schema.architecture import language_part, with_current_names
 from framework.schema.keys import Path as Key
 from framework.schema.keys import dotted

@@ -11,10 +11,9 @@ from typing import Any
 
 import yaml
 
-from framework.beside import path_like
 from framework.compose.origins import Kind, Node, Origin
 from framework.errors import Problem
-from framework.regular_files import open_regular
+from framework.paths import open_regular, path_like
 from framework.schema.keys import Path, dotted
 from framework.text import scalar
 

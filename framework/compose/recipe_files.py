@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as File
 
-from framework.beside import path_like
 from framework.compose import shipped
 from framework.compose.origins import Node, Origin
 from framework.compose.overrides import Choice
 from framework.compose.paths import exists
 from framework.errors import Problem, RequestError
+from framework.paths import path_like
 
 YAML_SUFFIXES = (".yaml", ".yml")
 _OF_MODELS = ("config.json", "adapter_config.json")

@@ -12,7 +12,7 @@ from typing import Any
 
 from framework.compose.origins import Origin
 from framework.errors import Problem
-from framework.regular_files import read_regular
+from framework.paths import read_regular
 from framework.schema.config import TrainingConfig
 
 FINAL, ADAPTER_FILE, MODEL_FILE, RUN_FILE = "final", "adapter_config.json", "config.json", "config.yaml"

@@ -9,13 +9,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar
 
-from framework.beside import path_like
 from framework.compose import load_of_run
 from framework.errors import Problem, RequestError
 from framework.memory.declared import declared
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.regular_files import open_regular, read_regular
+from framework.paths import open_regular, path_like, read_regular
 from framework.run.record.layout import checkpoints, step_of
 from framework.run.record.metrics_log import SAMPLES
 from framework.run.record.predicted_and_measured import last_line

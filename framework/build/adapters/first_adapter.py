@@ -25,7 +25,7 @@ from framework.build.ranks import local_part, shard_number
 from framework.build.seeds import mixed
 from framework.compose.own_adapter import find_adapter
 from framework.errors import Problem, RequestError
-from framework.regular_files import open_regular
+from framework.paths import open_regular
 from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import LoraInit
 from framework.schema.peft import PeftParams

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from framework.build.hub import one_line
-from framework.regular_files import open_regular
+from framework.paths import open_regular
 from framework.schema.plural import counted
 
 

@@ -15,7 +15,7 @@ from framework.build.hub import hub_is_reachable, nearest, one_line
 from framework.build.sources.files import endings, is_read
 from framework.errors import Problem, RequestError
 from framework.installation import cache_folder
-from framework.regular_files import read_regular
+from framework.paths import read_regular
 from framework.schema.data import Split
 from framework.schema.urls import data_url_problem, is_url, scheme_of
 

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from framework.beside import path_like
 from framework.build.hub import nearest
 from framework.errors import Problem, RequestError
-from framework.regular_files import read_regular
+from framework.paths import path_like, read_regular
 
 TEMPLATES = Path(__file__).parent / "templates"
 OTHER_NAMES = {

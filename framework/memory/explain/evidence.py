@@ -8,11 +8,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from framework.beside import path_like
 from framework.errors import Problem, RequestError
 from framework.memory.explain.causes import Circumstances, Repair
 from framework.memory.explain.messages import read_message, weight
-from framework.regular_files import open_regular, read_regular
+from framework.paths import open_regular, path_like, read_regular
 
 PLAN = "plan.json"
 Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]

@@ -26,7 +26,6 @@ from framework.build.ranks import Ranks
 from framework.build.verify.frozen_models import fixed_fingerprint
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
-from framework.run.checkpoints.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.checkpoints.read_back import count_differing, damage, save_verified
 from framework.run.record.layout import (
     PARTS,
@@ -39,7 +38,15 @@ from framework.run.record.layout import (
     others_files,
     step_of,
 )
-from framework.run.state import parsed, random_state, restore_random_state, trained_state
+from framework.run.state import (
+    SEPARATOR,
+    flat_state,
+    parsed,
+    random_state,
+    restore_random_state,
+    restore_state,
+    trained_state,
+)
 from framework.schema.choices import StateDictType
 
 FORMAT = 1

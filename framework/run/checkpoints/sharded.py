@@ -39,11 +39,10 @@ from torch.futures import Future
 from framework.build.assembly import Assembly
 from framework.build.ranks import whole
 from framework.errors import Problem, RequestError, SaveFailed
-from framework.run.checkpoints.optimizer_state import SEPARATOR, placed, renamed
 from framework.run.checkpoints.read_back import count_differing, save_verified
 from framework.run.ranks.coordinator import WAIT
 from framework.run.record.layout import PARTS
-from framework.run.state import trained_state
+from framework.run.state import SEPARATOR, placed, renamed, trained_state
 
 
 def split_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -20,7 +20,7 @@ from framework.memory.explain.evidence import PLAN, SavedPlan
 from framework.memory.explain.moves import HOST, propose
 from framework.memory.ledger import Plan
 from framework.memory.requirements import is_installed
-from framework.regular_files import read_regular
+from framework.paths import read_regular
 from framework.run.planning.plan_pool import PROCESSES, Rehearsals
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import moves_memory

@@ -12,7 +12,7 @@ from typing import Any
 
 from framework.build.sources.find_files import find_files
 from framework.errors import Problem, RequestError
-from framework.regular_files import read_regular
+from framework.paths import read_regular
 from framework.run.record.layout import (
     FINAL,
     GGUF,

@@ -21,7 +21,7 @@ from zlib import crc32
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Circumstances
 from framework.memory.explain.evidence import EARLIER, REPORT, STOPPED, read_circumstances, write_circumstances
-from framework.regular_files import special_files
+from framework.paths import special_files
 from framework.run.best import FILE as BEST
 from framework.run.record.layout import FINAL, GGUF, MERGED, PARTS, UNFINISHED, checkpoints, replace_file
 from framework.run.record.lock import refuse_taken

@@ -15,8 +15,7 @@ from framework.build.verify import missing_gradients
 from framework.memory.cards import read_card
 from framework.memory.planning import make_plan
 from framework.memory.roofline import CALIBRATED
-from framework.memory.step_time import BACKWARD_SHARE, with_gradient_exchange
-from framework.memory.timeline import StepTime
+from framework.memory.step_time import BACKWARD_SHARE, StepTime, with_gradient_exchange
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from tests.tiny import LLAMA, tiny_assembly, tiny_config, unequal_rows

@@ -91,7 +91,7 @@ def test_of_structures_that_are_known_together_the_most_promising_is_told() -> N
     on_the_card = [number for number, item in enumerate(space.structures) if not item.uses_host]
     search._probe(on_the_card)
     search.within = frozenset(range(len(space.structures)))
-    ((seconds, _, number, size),) = search._unknown_promises()
+    ((seconds, _, number, size),) = search._unknown_bounds()
     assert size is None
     assert space.structures[number].uses_host
     plainest = min(on_the_card, key=space.weight)

@@ -13,7 +13,7 @@ import pytest
 
 from framework.memory.allocator import CachingAllocator, replay
 from framework.memory.ledger import UNCERTAINTY, Band, peak_use
-from framework.memory.timeline import estimate_step
+from framework.memory.step_time import estimate_step
 from framework.memory.trace import Kind
 from tests.grids import slow
 from tests.run.reference import H100, rehearse_row

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.beside import path_like
 from framework.cli import main
+from framework.paths import path_like
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from framework.memory.host_time import FITTED, HostCosts
 from framework.memory.roofline import CALIBRATED
-from framework.memory.timeline import StepTime, estimate_step, repeat_micro_batches
+from framework.memory.step_time import StepTime, estimate_step, repeat_micro_batches
 from framework.memory.trace import WAIT, Launcher, Operation
 from framework.schema.gpu import GPUParams
 

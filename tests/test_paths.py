@@ -12,7 +12,7 @@ import pytest
 from framework.cli import main
 from framework.cli.printing import written
 from framework.errors import RequestError
-from framework.regular_files import open_regular, read_regular, special_files
+from framework.paths import open_regular, read_regular, special_files
 from framework.run.record.run_folder import open_folder
 from framework.schema.config import TrainingConfig
 from tests.folders import save_model, split_weights
