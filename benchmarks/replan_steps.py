@@ -24,8 +24,7 @@ from benchmarks.fit_step_time import summary
 from benchmarks.recorded_steps import archive
 from benchmarks.rows import Queue, run_rows
 from framework.memory.requirements import needs_package
-from framework.memory.step_time import hosts_of, step_cost
-from framework.memory.timeline import estimate_step
+from framework.memory.step_time import estimate_step, hosts_of, step_cost
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import HostParams
 

@@ -10,8 +10,7 @@ from benchmarks.recorded_steps import CARD, archive
 from benchmarks.replan_steps import asked, measured
 from framework.memory.cards import read_card
 from framework.memory.host_time import FITTED
-from framework.memory.step_time import HOST_SHARES
-from framework.memory.timeline import estimate_step
+from framework.memory.step_time import HOST_SHARES, estimate_step
 from framework.schema.config import TrainingConfig
 
 COMMITTED = json.loads(RESULT.read_text())

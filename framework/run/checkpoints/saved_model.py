@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.beside import path_like
 from framework.build.model_folder import read_object, require_readable
 from framework.compose import load_of_run
 from framework.compose.trained_folders import trusted_keys, untrusted
 from framework.errors import Problem, RequestError
+from framework.paths import path_like
 from framework.run.record.layout import FINAL, MERGED, UNFINISHED
 from framework.run.record.overwrite import ENVIRONMENT
 from framework.schema.choices import Task

@@ -22,7 +22,6 @@ from framework.build.place import autocast_dtype, real_place
 from framework.build.resolve_model import settle
 from framework.compose.own_adapter import BASE_RECORD
 from framework.errors import Problem, RequestError
-from framework.paths import path_like
 from framework.run.checkpoints.export import BASE_FOLDER
 from framework.run.checkpoints.saved_model import (
     ADAPTER_FILE,
