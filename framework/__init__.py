@@ -1,8 +1,8 @@
 """tunesmith: fine-tuning of language models from YAML, with GPU memory planned before anything is loaded.
 
-Import ladder (a room may import those to its right): api > cli > reports, converters > run > build > memory > schema.
-`compose` and `checks` stand next to `cli`; `errors` imports `terminal` alone, which imports nothing. No front room
-loads torch.
+Import ladder (a package may import those to its right): api > cli > reports, converters > run > build > memory >
+schema. `compose` and `checks` are on the level of `cli`; `errors` imports only `terminal`, which imports nothing. No
+package above `run` loads torch.
 
 Public names load on first use, so that `import framework` costs nothing. `import tunesmith` gives the same names.
 """

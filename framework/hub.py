@@ -11,7 +11,7 @@ def hub_is_reachable() -> bool:
     Checked first, because without a network the hub client retries for a minute and logs each attempt. Behind a proxy
     names need not resolve, so the answer is yes there.
     """
-    from huggingface_hub import constants  # a tenth of a second, which no front room needs
+    from huggingface_hub import constants  # a tenth of a second, saved if not needed
 
     if constants.HF_HUB_OFFLINE:
         return False

@@ -80,9 +80,8 @@ def _kind(mode: int) -> str | None:
 def path_like(
     written: str | Path, accepts: Callable[[Path], bool] = Path.exists, endings: tuple[str, ...] = ()
 ) -> str | None:
-    """The path that was probably meant: of those that `accepts` takes, the one whose name, less one of `endings`, is
-    most like the written one. A folder on the way that leads nowhere is looked for first. None where nothing is alike,
-    or what is written cannot be a name."""
+    """The most similar existing path that `accepts` takes, comparing names without one of `endings`. A wrong folder in
+    the path is corrected first. None if nothing is similar, or the written path is invalid."""
     try:
         return _like(str(written), accepts, endings)
     except (OSError, ValueError, RuntimeError):
@@ -98,9 +97,9 @@ def _like(written: str, accepts: Callable[[Path], bool], endings: tuple[str, ...
         if near is None or accepts(_found(near, name)):
             return near and os.path.join(near, name)
         above = near
-    beside = {_less(file.name, endings): file.name for file in _found(above).glob("*") if accepts(file)}
-    close = get_close_matches(_less(name, endings), beside, 1)
-    return os.path.join(above, beside[close[0]]) if close else None
+    similar = {_less(file.name, endings): file.name for file in _found(above).glob("*") if accepts(file)}
+    close = get_close_matches(_less(name, endings), similar, 1)
+    return os.path.join(above, similar[close[0]]) if close else None
 
 
 def _found(*parts: str) -> Path:

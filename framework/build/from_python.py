@@ -35,7 +35,7 @@ class FromPython:
         given = {"objective": self.objective, "optimizer": self.optimizer}
         return {key: _name(maker) for key, maker in given.items() if maker is not None}
 
-    def said(self, config: TrainingConfig) -> Iterator[str]:
+    def notes(self, config: TrainingConfig) -> Iterator[str]:
         """A line for each part that a plan of the config does not know, with the key that is not used."""
         if self.objective is not None:
             yield f"objective {_name(self.objective)} from Python: the plan has the loss of the task instead"

@@ -109,7 +109,7 @@ def _shares(widths: Sequence[int], room: int) -> list[int]:
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """A row on as many lines as its longest cell needs."""
+    """The lines of a row, as many as its longest cell needs."""
     folded = [
         textwrap.wrap(cell, width, break_on_hyphens=False) if len(cell) > width else [cell]
         for cell, width in zip(cells, widths, strict=True)
@@ -134,7 +134,7 @@ NOT_WRITTEN = RequestError.exit_code
 
 
 def check_writable(file: Path | None, option: str) -> None:
-    """Raises RequestError where there is no place for a file that is asked for, before anything else takes time."""
+    """Raise RequestError if a requested file cannot be written, before anything else takes time."""
     if file is None:
         return
     folder, kind = file.absolute().parent, "a folder" if file.is_dir() else kind_of(file)
@@ -146,7 +146,7 @@ def check_writable(file: Path | None, option: str) -> None:
 
 
 def written(file: Path | None, option: str, text: Callable[[], str]) -> list[Problem]:
-    """Writes the text to the file, where one is asked for. What is returned kept it from that, for `exit_code`."""
+    """Write the text to the file, if one was requested. Returns the problems that prevented it, for `exit_code`."""
     if file is None:
         return []
     content = text()
@@ -161,12 +161,12 @@ def written(file: Path | None, option: str, text: Callable[[], str]) -> list[Pro
 
 
 def as_document(problems: Sequence[Problem]) -> dict[str, object]:
-    """What the one document of --json has besides the result where a file was not written."""
+    """Part of the one document of --json about files that could not be written."""
     return {"errors": [problem.to_json() for problem in problems]} if problems else {}
 
 
 def exit_code(problems: Sequence[Problem], code: int) -> int:
-    """The exit code: `code`, or that of files which could not be written, each told on a line of stderr."""
+    """Report files that could not be written, each on a line of stderr. Returns their exit code, else `code`."""
     for problem in problems:
         nearest = f"; did you mean {problem.nearest}" if problem.nearest else ""
         complain(f"{problem.key}: {problem.message}{nearest}", with_traceback=False)

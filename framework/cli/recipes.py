@@ -13,14 +13,14 @@ from framework.cli.printing import check_writable, print_problems, print_text, p
 from framework.errors import Problem, RequestError
 
 ROWS = 3
-"""Rows that are shown."""
+"""Number of rows to show."""
 _TASKS = {
     "text": "pretrain",
     "preference": "preference",
     "unpaired": "preference",
     "labelled": "classification",
 }
-"""Row format -> the task that learns from it; `sft` from all others."""
+"""Row format -> task that trains on it; `sft` for all others."""
 
 
 def init(
@@ -64,7 +64,7 @@ def init(
 
 
 def recipe_text(model: str, data: str, peft: str, row_format: str) -> str:
-    """A recipe for the rows of such a format, which names no machine."""
+    """A recipe for rows of this format, independent of the machine."""
     from framework.compose.shipped import editors_line, presets
 
     task, loss = _TASKS.get(row_format, "sft"), "kto" if row_format == "unpaired" else "dpo"
@@ -84,7 +84,7 @@ def recipe_text(model: str, data: str, peft: str, row_format: str) -> str:
 
 
 def _row_format(data: str) -> str:
-    """The format of the first row of a file of JSON lines; `messages` of all else, which `check` looks at."""
+    """Row format of a JSON Lines file, from its first row; `messages` for other files, which `check` examines."""
     from framework.build.text.row_formats import KINDS, detect_form
     from framework.schema.choices import Task
 
@@ -101,7 +101,7 @@ def _row_format(data: str) -> str:
 
 
 def _shown(recipe: Path, words: list[str]) -> int:
-    """The exit code, after the check, the rows, the plan and the command that comes next."""
+    """Print check, rows, plan and the next command. Returns the exit code."""
     from framework.cli.look import check, data
     from framework.cli.plan import plan
 
@@ -121,7 +121,7 @@ def convert(
         Path, typer.Argument(metavar="FILE", help="A YAML of Oumi, Axolotl, LLaMA-Factory, torchtune or litgpt.")
     ],
 ) -> None:
-    """Print the recipe of another tool as ours; what could not be carried is told on stderr, a line for each value."""
+    """Print another tool's recipe converted to ours; each value that has no equivalent is reported on stderr."""
     from framework.converters import convert as converted
 
     found = converted(file)

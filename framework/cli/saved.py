@@ -110,8 +110,13 @@ def export(
 
     made = export_gguf(run, chosen_kind(gguf), output)
     if as_json:
-        told = {"file": str(made.file), "modelfile": str(made.modelfile), "bytes": made.bytes, "tensors": made.kinds}
-        print_json(told)
+        document = {
+            "file": str(made.file),
+            "modelfile": str(made.modelfile),
+            "bytes": made.bytes,
+            "tensors": made.kinds,
+        }
+        print_json(document)
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in made.kinds.items())
     print_text(f"gguf        {made.file} ({size(made.bytes)}: {kinds} tensors, read back)")

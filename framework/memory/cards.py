@@ -208,20 +208,20 @@ def assumptions(card: GPUParams) -> list[str]:
     """Assumptions of a plan about this card, as text."""
     if card.usable_bytes is None:
         return [f"{card.name}: no memory of its own is known, so nothing is compared with it"]
-    said = [f"{card.name}: {card.sources[fact]}" for fact in ("name", "count") if fact in card.sources]
-    for fact, words in _ASSUMED.items():
+    lines = [f"{card.name}: {card.sources[fact]}" for fact in ("name", "count") if fact in card.sources]
+    for fact, fact_name in _ASSUMED.items():
         value, source = getattr(card, fact), source_of(card, fact)
         if value is None and fact == "context_bytes":
-            said.append(f"{card.name}: {words} is not stated, taken as an H100's, {CONTEXT_BYTES / MIB:,.0f} MiB")
+            lines.append(f"{card.name}: {fact_name} is not stated, taken as an H100's, {CONTEXT_BYTES / MIB:,.0f} MiB")
         elif value is None:
-            said.append(f"{card.name}: {words} is unknown and counted as nothing")
+            lines.append(f"{card.name}: {fact_name} is unknown and counted as nothing")
         elif source is None or re.search("assumed|not measured|no display", source):
-            said.append(f"{card.name}: {words} {value / MIB:,.0f} MiB, {source or 'without a source'}")
+            lines.append(f"{card.name}: {fact_name} {value / MIB:,.0f} MiB, {source or 'without a source'}")
     if card.capability is None:
-        said.append(f"{card.name}: no CUDA card; kernels are planned as on CUDA and were not measured on it")
+        lines.append(f"{card.name}: no CUDA card; kernels are planned as on CUDA and were not measured on it")
     if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
-        said.append(f"{card.name}: its speed is unknown, so no step time is given")
-    return [*said, *_measured_here(card)]
+        lines.append(f"{card.name}: its speed is unknown, so no step time is given")
+    return [*lines, *_measured_here(card)]
 
 
 _FIELDS = "index,uuid,name,memory.total,compute_cap,mig.mode.current"

@@ -67,22 +67,22 @@ def data_lines(title: str, preview: "Preview", width: int = 80, marks: Marks = B
 def facts(preview: "Preview") -> list[str]:
     """Sentences about lengths, batches and classes in addition to the report's."""
     made, kept = preview.padding, preview.kept
-    said = [
+    sentences = [
         f"kept rows: median {counted(kept['0.5'], 'token')}, 95 % have at most {kept['0.95']}, longest {kept['1.0']}"
     ]
-    batches = counted(made.micro_batches, "micro batch", "micro batches")
+    batches = counted(made.micro_batches, "micro-batch", "micro-batches")
     padding = f"{made.share:.1%} of the tokens of {batches} are padding"
-    said.append(
+    sentences.append(
         f"{padding}; the largest has {counted(made.rows, 'sequence')}, the widest {counted(made.longest, 'position')}"
     )
     if made.supervised:
-        said.append(f"{made.supervised / made.tokens:.1%} of the tokens are supervised")
+        sentences.append(f"{made.supervised / made.tokens:.1%} of the tokens are supervised")
     if preview.classes is not None:
-        said.append(f"classes: {format_classes(preview.classes)}")
+        sentences.append(f"classes: {format_classes(preview.classes)}")
     if preview.values is not None:
         low, middle, high = (preview.values[share] for share in ("0.0", "0.5", "1.0"))
-        said.append(f"values: {low:g} to {high:g}, median {middle:g}")
-    return said
+        sentences.append(f"values: {low:g} to {high:g}, median {middle:g}")
+    return sentences
 
 
 def format_classes(classes: "dict[str, int]") -> str:

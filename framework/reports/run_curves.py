@@ -77,7 +77,7 @@ def _memory(run: Run) -> Iterator[str]:
     _, unit = plan_text.unit_of(round(max(greatest, *(level.value for level in levels), 0.0)))
     repairs = run.memory.repairs if run.memory is not None else ()
     moments = [Moment(repair.step, f"memory ran out: {repair}") for repair in repairs]
-    since = "; each repair begins anew, and the plan is of the last size" if repairs else ""
+    since = "; measured again after each repair, and the plan is for the last size" if repairs else ""
     yield f'<p class="soft">The greatest use of the run until each step, by torch\'s counters{since}.</p>'
     yield from _plot("Memory against steps", curves, _bytes, levels, moments, from_zero=True, unit=unit)
     if far:

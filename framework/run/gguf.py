@@ -35,8 +35,7 @@ SPLITS = {_WORD + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORD + r"\p{N}" + _REST: 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as GGUF stores it: token `types` by llama.cpp's numbers, its name for the word `split`, special
-    ids."""
+    """A tokenizer for GGUF: token `types` as numbered by llama.cpp, its name of the word `split`, special ids."""
 
     tokens: list[str]
     types: list[int]
@@ -48,8 +47,7 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, size: int) -> Vocabulary:
-    """Read the tokenizer of a folder, padded to the `size` of the embedding. Raises RequestError for one that llama.cpp
-    would not reproduce."""
+    """Read a folder's tokenizer, padded to the embedding's `size`. Raises RequestError if llama.cpp cannot match it."""
     from transformers import AutoTokenizer
 
     file = folder / "tokenizer.json"
@@ -261,8 +259,7 @@ class _Tensor:
 
 
 def _tensors(folder: Path, config: Any) -> Iterator[_Tensor]:
-    """Yield every tensor of a model, in the order of its blocks. Raises RequestError for one without a name in
-    llama.cpp."""
+    """Yield a model's tensors, block by block. Raises RequestError for one without a name in llama.cpp."""
     found, unknown = list[_Tensor](), list[str]()
     for file in weight_files(folder, "RUN"):
         with safe_open(file, framework="pt") as opened:
@@ -376,8 +373,8 @@ def _read_back(file: Path, tensors: list[_Tensor], config: Any, kind: GgufKind) 
     counts: dict[str, int] = {}
     for tensor in tensors:
         found, expected = read.get(tensor.name), tensor.read(config)
-        told = dequantize(found.data, found.tensor_type).reshape(expected.shape) if found is not None else None
-        if told is None or not np.all(np.abs(told - expected) <= _rounding(expected, tensor.held_as(kind))):
+        values = dequantize(found.data, found.tensor_type).reshape(expected.shape) if found is not None else None
+        if values is None or not np.all(np.abs(values - expected) <= _rounding(expected, tensor.held_as(kind))):
             raise SaveFailed(f"{file}: {tensor.name} does not read back as it was written")
         assert found is not None
         counts[found.tensor_type.name] = counts.get(found.tensor_type.name, 0) + 1

@@ -129,7 +129,7 @@ def _warning_planner(planner: Planner | None, from_python: FromPython) -> Planne
 
     def plan(config: TrainingConfig) -> Plan:
         made = planner(config)
-        return replace(made, warnings=(*made.warnings, *from_python.said(config)))
+        return replace(made, warnings=(*made.warnings, *from_python.notes(config)))
 
     return plan
 
@@ -166,7 +166,7 @@ def _announce(session: Session, decisions: Sequence[str]) -> None:
     packed = f"; a row is a pack of at most {session.config.model.model_max_length} tokens"
     say(f"batch     {session.config.batch}{packed if session.config.data.packing else ''}")
     say(f"schedule  {session.assembly.schedule}")
-    for line in session.assembly.from_python.said(session.config):
+    for line in session.assembly.from_python.notes(session.config):
         say(f"warning   {line}")
     for caution in session.assembly.adapter.cautions if session.assembly.adapter else ():
         say(f"warning   {caution}")

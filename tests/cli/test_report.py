@@ -66,7 +66,7 @@ def test_a_resumed_run_and_a_run_under_way_are_told(folder, capsys):
     page = (folder / "report.html").read_text()
     assert "(resumed)" in page
     assert "mine: not finished, 3 steps made" in page
-    assert "metrics.jsonl: 1 line is not whole" in page
+    assert "metrics.jsonl: 1 line is incomplete" in page
 
 
 def test_it_loads_no_torch(folder):

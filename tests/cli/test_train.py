@@ -131,7 +131,7 @@ def test_a_run_that_is_done_says_so_when_it_is_resumed(recipe, capsys):
     assert main(["train", str(recipe), "--quiet"]) == 0
     capsys.readouterr()
     assert main(["train", str(recipe), "--resume"]) == 0
-    assert "behind step 2 of 2: nothing is left to train" in capsys.readouterr().err
+    assert "after step 2 of 2: nothing is left to train" in capsys.readouterr().err
     assert main(["train", str(recipe), "--resume", "--allow", "max_steps"]) == 2
     assert "did you mean training.max_steps" in capsys.readouterr().err
 

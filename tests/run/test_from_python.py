@@ -78,7 +78,7 @@ def test_the_plan_says_what_it_does_not_know(corpus, tmp_path, capsys):  # noqa:
     made = config(corpus, tmp_path / "run", training={"max_steps": 1})
     train(made, quiet=False, planner=lambda _: PLAN, from_python=from_python)
     kept = Plan.from_json(json.loads((tmp_path / "run" / "plan.json").read_text()))
-    said = tuple(from_python.said(made))
+    said = tuple(from_python.notes(made))
     assert kept == replace(PLAN, warnings=(*PLAN.warnings, *said))
     assert "training.optimizer=adamw_torch instead, which is not used" in said[1]
     told = " ".join(capsys.readouterr().err.split())

@@ -96,7 +96,7 @@ def find_cause(message: Message, circumstances: Circumstances, is_pinning: bool 
     capacity, request, free = message.capacity_bytes, message.request_bytes, message.free_bytes
     if capacity is None or request is None:
         return _cause_by_circumstances(circumstances) or Cause.UNKNOWN
-    if (room := allowed_room(message)) is not None:
+    if (room := allowed_left(message)) is not None:
         capacity = min(capacity, message.allowed_bytes or capacity)
         free = room if free is None else min(room, free)
     elif free is None and message.outside_bytes is None:
@@ -120,14 +120,14 @@ def _cause_by_figures(message: Message, capacity: int, request: int, free: int) 
     return max(candidates)[1] if candidates else None
 
 
-def allowed_room(message: Message) -> int | None:
+def allowed_left(message: Message) -> int | None:
     """Bytes left of a memory fraction's limit; None if the text names no limit."""
     return None if message.allowed_bytes is None else max(message.allowed_bytes - _reserved(message), 0)
 
 
 def is_limited(message: Message) -> bool:
     """Whether a memory fraction refused the request, independent of other processes."""
-    room = allowed_room(message)
+    room = allowed_left(message)
     return room is not None and room < max(message.request_bytes or 0, SEGMENT)
 
 

@@ -119,15 +119,15 @@ def _text_of(folder: Path) -> str:
     texts_here = (file for pattern in _LOGS for file in sorted(folder.rglob(pattern)))
     logs = [file for file in texts_here if file not in earlier and file.is_file() and _is_log(file.relative_to(folder))]
     texts = [read_text(file) for file in logs]
-    told = [(weight(found[0]), text) for text in texts if (found := read_message(text)) is not None]
-    if not told:
+    telling = [(weight(found[0]), text) for text in texts if (found := read_message(text)) is not None]
+    if not telling:
         looked = f"; looked at {', '.join(str(file.relative_to(folder)) for file in logs)}" if logs else ""
         message = f"{folder} holds no report of a failure ({REPORT}){looked}"
         if earlier:
             message += f"; the run has continued since it stopped: {', '.join(file.name for file in earlier)}"
         nearest = str(earlier[-1]) if earlier else None
         raise RequestError([Problem("", message, expected="a log file, or `-` for standard input", nearest=nearest)])
-    return min(told, key=lambda pair: pair[0])[1]
+    return min(telling, key=lambda pair: pair[0])[1]
 
 
 def earlier_reports(folder: Path) -> list[Path]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from framework.memory.explain import Explanation
 from framework.memory.explain.causes import (
     Cause,
-    allowed_room,
+    allowed_left,
     growth_per_step,
     held_by_others,
     is_limited,
@@ -81,7 +81,7 @@ def _subtraction(message: Message) -> Iterator[str]:
     free, left = message.free_bytes, "free"
     yield f"  {size(message.capacity_bytes):>12}  in all"
     if is_limited(message):  # what others hold, and what is free on the card, decided nothing
-        held, free, left = held[:2], allowed_room(message), "left of what is allowed"
+        held, free, left = held[:2], allowed_left(message), "left of what is allowed"
         yield f"  {size(message.allowed_bytes or 0):>12}  of it allowed to PyTorch in this process"
     yield from (f"- {size(count):>12}  {what}" for count, what in held if count)
     if free is not None:

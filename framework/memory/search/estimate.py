@@ -113,8 +113,8 @@ class Estimate:
         near = self._nearest_plan(micro)
         if not near and self.lender is not None:
             return self.lender._slowness(micro)
-        said = self._line_seconds(near) if near else 0.0
-        return Figures.of(self.planned[near]).seconds / said if near and said else 1.0
+        extrapolated = self._line_seconds(near) if near else 0.0
+        return Figures.of(self.planned[near]).seconds / extrapolated if near and extrapolated else 1.0
 
     def _nearest_plan(self, micro: int) -> int | None:
         return min(self.planned, key=lambda size: abs(size - micro), default=None)

@@ -271,7 +271,7 @@ class Search:
         least = np.zeros((len(self.space.structures), len(sizes)))
         for other, known in self.estimates.items():
             upper, grown, seconds = (
-                np.array([*map(told, sizes)]) for told in (known.upper, known.grown, known.seconds)
+                np.array([*map(figure, sizes)]) for figure in (known.upper, known.grown, known.seconds)
             )
             no_smaller, no_faster, same_rows = (flags[:, None] for flags in self.space.order.to(other))
             is_too_large = (no_smaller & (upper > usable)) | (same_rows & (grown > usable))

@@ -243,22 +243,24 @@ def _change(
         if without.step is not None and with_it.step is not None:
             costs = with_it.step.seconds - without.step.seconds
     new = value_of(after, key)
-    said = change_of(key, new) if key in traded(opened(written), after) else ""
-    why = f"{lever(key).line} Changes training: {said}." if said else lever(key).line
-    return Change(key, value_of(written, key), new, saves, costs, not said, why)
+    changes_training = change_of(key, new) if key in traded(opened(written), after) else ""
+    why = f"{lever(key).line} Changes training: {changes_training}." if changes_training else lever(key).line
+    return Change(key, value_of(written, key), new, saves, costs, not changes_training, why)
 
 
 def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
-    said = [f"batch: {after.batch}"]
+    remarks = [f"batch: {after.batch}"]
     if not _is_timed(written.gpu):
-        said.append(f"the speed of {written.gpu.name} is not known: candidates were ranked by the rates of {STAND_IN}")
+        remarks.append(
+            f"the speed of {written.gpu.name} is not known: candidates were ranked by the rates of {STAND_IN}"
+        )
     for key in traded(opened(written), after):
-        said.append(
+        remarks.append(
             f"{key}={word(value_of(after, key))} changes the training result: {change_of(key, value_of(after, key))}"
         )
     if after.training.compile is True and opened(written).training.compile is not True:
-        said.append("compiling makes the first step 8 to 40 s longer, and again for each new shape of batch")
-    return said
+        remarks.append("compiling makes the first step 8 to 40 s longer, and again for each new shape of batch")
+    return remarks
 
 
 def _of_the_host(after: TrainingConfig, plan: Plan, best: _Best) -> Iterator[str]:
@@ -267,7 +269,7 @@ def _of_the_host(after: TrainingConfig, plan: Plan, best: _Best) -> Iterator[str
     if not all(same(value_of(after, key), default_of(key)) for key in on_host):
         needed = f"up to {size(plan.host_bytes_of(plan.host.processes))} of host memory"
         yield f"offloading to host memory: a machine with {counted(plan.host.processes, 'card')} needs {needed}"
-    lacking = [said for search in best.searches for said in search.short.values()]
+    lacking = [shortage for search in best.searches for shortage in search.short.values()]
     if lacking and best.shortage(plan) is None:
         yield f"settings with more host memory were left out, as this machine has too little: {lacking[0]}"
 
@@ -284,8 +286,8 @@ def frontier(written: TrainingConfig, searches: Sequence[Search], is_timed: bool
         if seconds < fastest:
             fastest = seconds
             best.append((upper, seconds, search, item))
-    apart = max(1, -(-len(best) // MOST_POINTS))
-    best = [row for place, row in enumerate(best) if not place % apart or row[3] in row[2].plans]
+    every = max(1, -(-len(best) // MOST_POINTS))
+    best = [row for place, row in enumerate(best) if not place % every or row[3] in row[2].plans]
     return tuple(
         Point(
             overrides=_overrides(written, search.space.config(item)),

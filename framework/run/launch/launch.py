@@ -60,8 +60,8 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
         with noted_signals() as noted:
             try:
                 for rank in range(world):  # in separate sessions, so that a terminal's Ctrl-C is not sent twice
-                    told = _environment(rank, world, store.port)
-                    ranks.append(subprocess.Popen(command, env=told, start_new_session=True))
+                    environment = _environment(rank, world, store.port)
+                    ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
                 return _watched(ranks, coordinator, noted)
             finally:
                 for process in ranks:

@@ -210,7 +210,7 @@ def own_cards(count: int, waits: Callable[[], None]) -> Iterator[dict[str, str]]
     if not count or len(cards) < count or any(card.is_partitioned for card in cards):
         yield {}
         return
-    told = False
+    has_waited = False
     while True:
         with contextlib.ExitStack() as locks:
             held: list[str] = []
@@ -220,9 +220,9 @@ def own_cards(count: int, waits: Callable[[], None]) -> Iterator[dict[str, str]]
             if len(held) == count:
                 yield {"CUDA_VISIBLE_DEVICES": ",".join(held)}
                 return
-        if not told:
+        if not has_waited:
             waits()
-            told = True
+            has_waited = True
         time.sleep(_PAUSE)
 
 

@@ -28,7 +28,7 @@ def require_capacity(
     on this machine.
     """
     disk = _short_of_disk(plan, folder, fallback) if folder is not None else ()
-    host = HostRoom.now().shortage(plan, workers, processes)
+    host = HostMemory.now().shortage(plan, workers, processes)
     short = [*disk, *([host] if host is not None else [])]
     if short:
         raise DoesNotFit("; ".join(short) + ". Nothing was loaded.")
@@ -57,7 +57,7 @@ def _free(folder: Path) -> tuple[Path, int]:
 
 
 @dataclass(frozen=True)
-class HostRoom:
+class HostMemory:
     """Host memory at one moment, in bytes: `free`, and `held` by this process, which a process that trains instead also
     holds."""
 
@@ -65,7 +65,7 @@ class HostRoom:
     held: int
 
     @classmethod
-    def now(cls) -> "HostRoom":
+    def now(cls) -> "HostMemory":
         return cls(available_host_bytes(), psutil.Process().memory_info().rss)
 
     def shortage(self, plan: Plan, workers: int, processes: int) -> str | None:

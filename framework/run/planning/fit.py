@@ -12,7 +12,7 @@ from framework.memory.search.find import find
 from framework.memory.search.found import Found
 from framework.memory.search.free_keys import INEXACT, freedom, opened
 from framework.memory.units import size
-from framework.run.planning.capacity import HostRoom
+from framework.run.planning.capacity import HostMemory
 from framework.run.planning.plan_pool import Rehearsals
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import left_open, value_of
@@ -78,7 +78,7 @@ def _searched(
 
 def _shortage(config: TrainingConfig) -> Shortage:
     """Checks plans against this machine's host memory, as it is before any rehearsal."""
-    here = HostRoom.now()
+    here = HostMemory.now()
     return lambda plan: here.shortage(plan, config.data.workers, plan.host.processes)
 
 

@@ -40,7 +40,7 @@ ARRIVAL = timedelta(minutes=30)
 """Longest wait of the first rank to start for the last."""
 WAIT = timedelta(hours=12)
 """Longest wait for a rank that reads, loads or saves."""
-TELL_AFTER = 60.0
+REPORT_AFTER = 60.0
 """Seconds of waiting after which the main rank prints for whom it waits."""
 GRACE = 3.0
 """Seconds that a rank has to end by itself after another has failed."""
@@ -147,7 +147,7 @@ class _ProcessGroup(Coordinator):
         return device
 
     def _wait(self, keys: list[str], who: "range | list[int]") -> None:
-        begun, told = time.monotonic(), False
+        begun, reported = time.monotonic(), False
         while not self._store.check(keys):
             if self._note is not None:
                 _end(self._note["code"])  # before the store vanishes, which may be in the failed process
@@ -155,9 +155,9 @@ class _ProcessGroup(Coordinator):
             missing = [rank for key, rank in zip(keys, who, strict=True) if not self._store.check([key])]
             if waited > WAIT.total_seconds() and missing:
                 raise TrainingStopped(f"rank {self.ranks.rank} has waited {WAIT}: {self._doing(missing)}")
-            if waited > TELL_AFTER and self.ranks.is_main and not told:
+            if waited > REPORT_AFTER and self.ranks.is_main and not reported:
                 print(f"waiting for {self._doing(missing)}", file=sys.stderr, flush=True)
-                told = True
+                reported = True
             time.sleep(min(_PAUSE, 0.01 + waited / 10))
 
     def _doing(self, ranks: list[int]) -> str:

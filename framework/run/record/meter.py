@@ -58,7 +58,7 @@ class Meter:
         self._phase = "end"
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def separate(self) -> Iterator[None]:
         """Measure something outside the run: within the block `allocated` is only its own peak."""
         self._close()
         kept = dict(self.phases), self.allocated, self.reserved

@@ -1,10 +1,10 @@
-"""What one call of an operator is to the model of time: products, bytes, dtype, shape; and results of plain ones.
+"""Operator calls as operations of the time model (products, bytes, dtype, shape), and fast results of frequent calls.
 
-Torch's Python meta kernels take 30 times as long as `plain_result`, which answers the cases that a step is full of.
-Pointwise: one floating-point tensor as large as the result, and numbers or tensors of the same dtype next to it. The
-result then has that tensor's shape, dtype and order of dimensions (TensorIterator.cpp: operands that are broadcast do
-not decide it). Sums and means of contiguous tensors, zeros like another, and updates of lists in place, which return
-nothing. tests/run/rehearsal/test_pointwise.py compares with torch.
+Torch's Python meta kernels take 30 times as long as `plain_result`, which handles the most frequent cases: pointwise
+calls with one floating-point tensor as large as the result, and numbers or tensors of the same dtype (the result has
+that tensor's shape, dtype and order of dimensions, TensorIterator.cpp: broadcast operands do not determine it); sums
+and means of contiguous tensors; zeros like another tensor; and foreach updates in place, which return nothing.
+tests/run/rehearsal/test_pointwise.py compares with torch.
 """
 
 import math
@@ -36,7 +36,7 @@ _UPDATES = frozenset(
     }.items()
     for overload in overloads
 )
-"""Of lists of tensors, which they leave as large as they are."""
+"""Foreach operators that update tensors in place without changing their size."""
 
 
 def plain_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

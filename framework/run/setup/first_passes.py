@@ -53,7 +53,7 @@ def try_longest_rows(session: Session) -> None:
     if place.kind == "cpu" and config.training.on_oom is not OnOutOfMemory.SHRINK:
         return
     started = time.perf_counter()
-    with session.meter.apart():
+    with session.meter.separate():
         standing_in = _standing_in(session)
         parts = [*_try_evaluation(session), *_try_training(session)]
         peak = session.meter.allocated
@@ -161,10 +161,10 @@ def know_reference(session: Session) -> None:
             os.replace(aside, file)
         except (OSError, SafetensorError) as error:
             raise SaveFailed(f"{file} could not be written: {error}") from error
-    told = {name: _with_reference(rows, known, name, file) for name, rows in splits.items()}
-    session.inputs = replace(session.inputs, data=replace(data, train=told["train"], eval=told.get("eval")))
+    completed = {name: _with_reference(rows, known, name, file) for name, rows in splits.items()}
+    session.inputs = replace(session.inputs, data=replace(data, train=completed["train"], eval=completed.get("eval")))
     assert isinstance(session.batches, GlobalBatches), "the schema refuses streaming"
-    session.batches = replace(session.batches, rows=told["train"])
+    session.batches = replace(session.batches, rows=completed["train"])
 
 
 def ask_before_resuming(session: Session, saved: Mapping[str, Any]) -> None:

@@ -136,7 +136,7 @@ def _build(
 ) -> Session:
     """Build and verify the session from the inputs and the plan."""
     config = inputs.config
-    _require_room(plan, folder, config, coordinator)
+    _require_capacity(plan, folder, config, coordinator)
     unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one of them loads for all
     read = read_digests(inputs) | inputs.from_python.names
     origin = _origin_of(folder, config, read, allow) if resume else _fresh(config, read, allow)
@@ -239,7 +239,7 @@ def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any
     return _Origin(config, newest, state, repairs, changes)
 
 
-def _require_room(plan: Plan | None, folder: RunFolder, config: TrainingConfig, coordinator: Coordinator) -> None:
+def _require_capacity(plan: Plan | None, folder: RunFolder, config: TrainingConfig, coordinator: Coordinator) -> None:
     """Check host memory on one rank per machine, for all ranks there, and the disk on the rank that writes."""
     if plan is not None and coordinator.ranks.local_rank == 0:
         written = folder.path if folder.is_written else None

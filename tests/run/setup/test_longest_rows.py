@@ -94,7 +94,7 @@ def test_it_is_no_part_of_what_the_run_measures(corpus, tmp_path, monkeypatch): 
     """Its peak is its own: memory.json compares the run's."""
     meter, held = Meter(real_place(torch.device("cpu"))), iter([10, 500, 30, 40])
     monkeypatch.setattr("framework.run.record.meter.resident_bytes", lambda: next(held))
-    with meter.apart():
+    with meter.separate():
         meter.observe("forward")
         assert meter.allocated == 500
     assert (meter.allocated, meter.phases, meter.phase) == (10, {"load": 10}, "end")
