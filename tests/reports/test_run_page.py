@@ -138,7 +138,7 @@ def test_repairs_are_told_and_drawn(done):
     page = page_of(done)
     assert "training.per_device_train_batch_size 4 -> 2 (backward of step 3): step undone and retried" in text(page)
     assert [tag for tag, found in Reader(page).tags if tag == "path" and found["class"] == "moment"] == ["path"] * 2
-    assert "the plan is of the last size" in text(page)
+    assert "the plan is for the last size" in text(page)
 
 
 def test_one_evaluation_is_told_once(tmp_path):
