@@ -10,6 +10,7 @@ from typing import Any
 from framework.activity import doing, now
 from framework.build.averages import averaged
 from framework.build.data.report import cautions
+from framework.build.data.rows import Row
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.loading.bases import BASE
@@ -45,7 +46,8 @@ from framework.schema.choices import PeftSaveMode
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
 
-SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 16, 48
+SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS, SAMPLED_ROWS = 16, 48, 32
+"""Of the sample at the end: tokens of a prompt for rows that have none, most new ones, and rows that are looked at."""
 
 
 def train(
@@ -330,16 +332,21 @@ def _export(session: Session, name: str = FINAL) -> tuple[str, str] | None:
     return samples[-1]
 
 
+def _prompt_of(row: Row) -> list[int]:
+    """The tokens before the first supervised one; the first tokens of a row that has none."""
+    unsupervised = next((at for at, label in enumerate(row["labels"]) if label != IGNORED), 0)
+    return [*row["input_ids"][: unsupervised if unsupervised > 1 else SAMPLE_PROMPT_TOKENS]]
+
+
 def _sample(session: Session) -> tuple[str, str] | None:
-    """A completion of the prompt of a held-out row, or of a training row if none is held out. A row without a prompt is
-    cut after its first tokens. None for a model that does not generate text."""
+    """A completion of the prompt of a held-out row, or of a training row if none is held out: of the first rows the one
+    that leaves most room for it. None for a model that does not generate text."""
     if session.config.training.task.is_of_rows:
         return None
-    tokenizer, data = session.inputs.tokenizer, session.inputs.data
-    row = (data.eval or data.train)[0]
-    # The tokens before the first supervised one, if a completion still fits after them.
-    unsupervised = next((at for at, label in enumerate(row["labels"]) if label != IGNORED), 0)
-    has_prompt = 1 < unsupervised <= session.config.longest - SAMPLE_NEW_TOKENS
-    prompt = [*row["input_ids"][: unsupervised if has_prompt else SAMPLE_PROMPT_TOKENS]]
-    written = complete(session.assembly, prompt, SAMPLE_NEW_TOKENS, session.batches.pad_token_id, draws=True)
+    tokenizer, data, longest = session.inputs.tokenizer, session.inputs.data, session.config.longest
+    rows = data.eval or data.train
+    found = (_prompt_of(rows[number]) for number in range(min(len(rows), SAMPLED_ROWS)))
+    prompt = max(found, key=lambda prompt: min(longest - len(prompt), SAMPLE_NEW_TOKENS))[: longest - 1]
+    new_tokens = min(SAMPLE_NEW_TOKENS, longest - len(prompt))
+    written = complete(session.assembly, prompt, new_tokens, session.batches.pad_token_id, draws=True)
     return tokenizer.decode(prompt), tokenizer.decode(written, skip_special_tokens=True)

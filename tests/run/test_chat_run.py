@@ -81,10 +81,14 @@ def test_what_is_sampled_is_an_answer_to_a_row(tmp_path: Path, monkeypatch: pyte
     result = trainer.train(config(tmp_path, [{"messages": CHATS[0]}] * 2, "plain"), planner=None, quiet=True)
     assert result.sample is not None
     assert result.sample[0] == "<|endoftext|>System: Be brief.\nUser: What is 0 and two?\nAssistant:"
-    long = [{"messages": [{"role": "user", "content": "two " * 70}, CHATS[0][2]]}] * 2
-    result = trainer.train(config(tmp_path, long, "plain"), planner=None, quiet=True, overwrite=True)
+    long = {"messages": [{"role": "user", "content": "two " * 70}, CHATS[0][2]]}
+    result = trainer.train(config(tmp_path, [long] * 2, "plain"), planner=None, quiet=True, overwrite=True)
     assert result.sample is not None
-    assert len(result.sample[0]) < 100
+    assert result.sample[0].endswith("two two\nAssistant:"), "no question is cut off"
+    short = {"messages": CHATS[0]}
+    result = trainer.train(config(tmp_path, [long, short], "plain"), planner=None, quiet=True, overwrite=True)
+    assert result.sample is not None
+    assert "Be brief" in result.sample[0], "the one with room for an answer"
 
 
 def test_without_a_template_the_named_ones_are_told(tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ def test_trained_factors_that_were_to_be_frozen_stop_the_run():
 
 def test_frozen_factors_take_no_gradients_no_states_and_fewer_activations():
     wide = {**LLAMA, "hidden_size": 512, "intermediate_size": 1024}
-    plain, frozen = (make_plan(record(configured(wide, lora_r=64, lora_freeze_a=value))) for value in (False, True))
+    rehearsals = [record(configured(wide, lora_r=64, lora_freeze_a=value)) for value in (False, True)]
+    plain, frozen = map(make_plan, rehearsals)
     trained = 2 * 64 * (512 + 512)  # B of two layers
     assert frozen.trainable_parameters == trained
     assert plain.trainable_parameters == trained + 2 * 64 * (512 + 1024)
@@ -113,6 +114,8 @@ def test_frozen_factors_take_no_gradients_no_states_and_fewer_activations():
     assert ends[0].optimizer - ends[1].optimizer == pytest.approx(8 * gone, rel=0.02)
     kept = [next(phase.terms.activations for phase in made.phases if phase.name == "loss") for made in (plain, frozen)]
     assert kept[1] < kept[0]
+    launched = [len(rehearsal.trace.operations) for rehearsal in rehearsals]
+    assert launched[1] < launched[0], "no product is made for a gradient that nobody wants"
 
 
 def rotation(weight, size):
