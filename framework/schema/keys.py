@@ -3,7 +3,7 @@
 Derived from the JSON Schema that pydantic makes of `TrainingConfig`, so a new field needs nothing here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
@@ -148,7 +148,7 @@ def value_of(config: TrainingConfig, key: str) -> Any:
 def values(config: TrainingConfig) -> Iterator[tuple[Path, Any]]:
     """Every value of a config that is not a mapping, lists both whole and item by item."""
     found: list[tuple[Path, Any]] = []
-    _collect(config.model_dump(), (), found)
+    _collect(config.model_dump().items(), (), found)
     return iter(found)
 
 
@@ -221,17 +221,17 @@ def _walk(key: Key, prefix: str) -> Iterator[str]:
         yield from _walk(child, f"{prefix}{name}.")
 
 
-def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
-    """Append the values within one: a search asks for those of a thousand configs, which generators in generators tell
-    at a third of the speed."""
-    if isinstance(value, dict) and value:
-        for name, child in value.items():
-            _collect(child, (*path, name), found)
-        return
-    found.append((path, value))
-    if isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _collect(item, (*path, index), found)
+def _collect(items: Iterable[tuple[Any, Any]], path: Path, found: list[tuple[Path, Any]]) -> None:
+    """Append the values within one: a search asks for those of a thousand configs, which generators in generators, or a
+    call for each, tell at a third of the speed."""
+    for name, value in items:
+        here = (*path, name)
+        if isinstance(value, dict) and value:
+            _collect(value.items(), here, found)
+            continue
+        found.append((here, value))
+        if isinstance(value, (list, tuple)):
+            _collect(enumerate(value), here, found)
 
 
 def _key(fragment: Mapping[str, Any], definitions: Mapping[str, Any]) -> Key:

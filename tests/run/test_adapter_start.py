@@ -25,7 +25,7 @@ from tests.tiny import LLAMA, tiny_assembly, tiny_config
 
 METHODS = [method for method in PeftMethod if method is not PeftMethod.LOFTQ]  # which needs packed weights
 SAVED = ("lora", "dora")
-QUICK = (PeftMethod.LORA, PeftMethod.PISSA, PeftMethod.PROMPT)
+QUICK = (PeftMethod.LORA, PeftMethod.PISSA)
 UNSHARDED = (PeftMethod.VERA, PeftMethod.OFT)
 """Refused next to shards, or not split alike."""
 

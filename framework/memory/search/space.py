@@ -167,13 +167,13 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
     if CHECKPOINTS in free and EVERY in free and (depths := depths_of(config)) is not None:
         table = {**table, EVERY: tuple(every for every in FINE if every < depths.all)}
     axes = {key: _values(config, key, table[key]) if key in free else (value_of(config, key),) for key in table}
-    company = {key: _required(config, key, axes) for key in axes}
+    company = [(key, tuple(fitting.items())) for key in axes if (fitting := _required(config, key, axes))]
     plain = {key: _places_of(default_of(key), axes[key]) if key in free else range(len(axes[key])) for key in axes}
     found: list[Structure] = []
     changed_to = _Changed(config, runs_here)
     for places in product(*(range(len(values)) for values in axes.values())):
         at = dict(zip(axes, places, strict=True))
-        idle = {key for key in axes if any(at[name] not in fitting for name, fitting in company[key].items())}
+        idle = {key for key, others in company if any(at[name] not in fitting for name, fitting in others)}
         if any(at[key] not in plain[key] for key in idle):
             continue
         choices = {key: axes[key][place] for key, place in at.items()}

@@ -65,9 +65,9 @@ def unused_key_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     written = dict.fromkeys(written_keys(config))
     for key in dict.fromkeys((*written, *sorted(changed))):
         unmet = [use for use in uses_of(key) if use.key != key and not use.fits(value_of(config, use.key))]
-        use = next((use for use in unmet if use.refused), unmet[0] if unmet else None)
-        if use is None:
+        if not unmet:
             continue
+        use = next((use for use in unmet if use.refused), unmet[0])
         if key in changed or (use.key not in written and not use.refused):
             message = f"has no effect: {use.reason(value_of(config, use.key))}"
             fitting = f"unset, or {use.key}: true" if use.values == (True,) else "unset"
@@ -110,7 +110,9 @@ def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
 def _finite(config: TrainingConfig) -> Iterator[Conflict]:
     """Numbers of an architecture that are not finite, and integers that are too large."""
     for path, value in values(config):
-        if isinstance(value, float) and not math.isfinite(value):
+        if not isinstance(value, (int, float)):
+            continue
+        if not isinstance(value, int) and not math.isfinite(value):
             yield Conflict((dotted(path),), f"cannot be {value}", "a finite number")
         if isinstance(value, int) and abs(value) >= 2**63:
             yield Conflict((dotted(path),), "is too large for a 64-bit integer", "a smaller number")

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.build.adapters.products import DoraByRows, InInputDtype, Together, row_norms
 from framework.run.step import train_step
+from tests.grids import thinned
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
@@ -72,8 +73,7 @@ def apart(assembly):
     return assembly
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize(("method", "checkpoints"), thinned(["lora", "dora"], [False, True]))
 def test_layers_that_read_the_same_input_learn_together_what_they_learn_apart(method, checkpoints):
     training = {"enable_gradient_checkpointing": checkpoints}
     both = (

@@ -9,7 +9,7 @@ from framework.build.levers.streamed_base import blocks_of
 from framework.build.verify import FirstStep, verify, verify_first_step
 from framework.errors import RequestError, VerificationFailed
 from framework.run.step import eval_step, train_step
-from tests.grids import thinned
+from tests.grids import chosen, thinned
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows
 
 DEEP = {**LLAMA, "num_hidden_layers": 5}
@@ -42,7 +42,10 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize(("sections", "architecture"), thinned(SECTIONS, ARCHITECTURES))
+QUICK = [SECTIONS[name] for name in ("plain", "checkpoints", "every second", "bf16", "dora")]
+
+
+@pytest.mark.parametrize(("sections", "architecture"), chosen(QUICK, thinned(SECTIONS, ARCHITECTURES)))
 def test_it_trains_as_a_base_on_the_device_does(architecture, sections):
     """Exactly: the same kernels see the same numbers, with checkpointing and without."""
     plain = tiny_assembly(config(architecture, offload=False, **{k: dict(v) for k, v in sections.items()}))

@@ -24,6 +24,7 @@ from framework.run.predict import Request, predict
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
 from tests.folders import save_model
+from tests.grids import thinned
 from tests.run.test_trainer import train
 
 TOKENS = 267
@@ -102,8 +103,9 @@ def test_a_longer_tokenizer_is_refused_with_the_key_that_resizes(folder, tmp_pat
         read_inputs(asked.model_copy(update={"data": data}))
 
 
-@pytest.mark.parametrize("peft", [None, {}, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}], ids=str)
-@pytest.mark.parametrize("base", ["exact", "tied"])
+@pytest.mark.parametrize(
+    ("peft", "base"), thinned([None, {}, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}], ["exact", "tied"])
+)
 def test_the_plan_has_as_many_weights_as_the_run(folder, base, peft):
     asked = config(folder, base, peft)
     assembly, planned = built(asked), record(settle(asked)[0]).footprint

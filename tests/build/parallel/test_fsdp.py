@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("llama", {"training": {"optimizer": "muon"}}),
 }
 MODELS = {"llama": LLAMA, "tied": TIED, "experts": EXPERTS}
-QUICK = ("full", "zero2", "hybrid", "early", "tied, in chunks", "renamed")
+QUICK = ("full", "zero2", "hybrid", "early", "tied, in chunks")
 
 
 def case(name: str, world: int, folder: Path) -> TrainingConfig:

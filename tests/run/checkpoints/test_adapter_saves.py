@@ -72,9 +72,9 @@ def test_an_adapter_goes_on_the_base_saved_beside_it(method, tmp_path):
 @pytest.mark.parametrize(
     ("method", "architecture"),
     [
-        *[(name, LLAMA) for name in ("lora", "dora", "pissa", "vera", "ia3", "oft")],
+        *[(name, LLAMA) for name in ("lora", "dora", "vera")],
         *[("dora", GPT2), ("lora", MOE), slow("lora", GPT2), slow("lora", MIXTRAL)],
-        *[slow(name, LLAMA) for name in ("rslora", "olora")],
+        *[slow(name, LLAMA) for name in ("rslora", "olora", "pissa", "ia3", "oft")],
     ],
 )
 def test_a_merged_model_is_a_plain_one(method, architecture, tmp_path):

@@ -13,7 +13,7 @@ from framework.memory.planning import make_plan
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
-from tests.grids import first
+from tests.grids import chosen, first, slow
 from tests.run.cpu_memory import peak_bytes
 from tests.tiny import BERT, LLAMA, MODERNBERT, tiny_assembly, tiny_config
 
@@ -33,10 +33,10 @@ CLOSE = 0.01
 @pytest.mark.parametrize(
     ("name", "training"),
     [
-        *((name, {}) for name in MODELS),
+        *chosen(("bert with dropout", "llama", "textcnn"), ((name, {}) for name in MODELS)),
         ("bert", {"use_peft": True}),
-        ("llama", {"use_peft": True}),
-        ("bert", {"enable_gradient_checkpointing": True}),
+        slow("llama", {"use_peft": True}),
+        slow("bert", {"enable_gradient_checkpointing": True}),
         ("tcn", {"enable_gradient_checkpointing": True}),
     ],
 )

@@ -34,7 +34,7 @@ from tests.grids import slow
 from tests.optimizers import LOW_RANK, WIDE
 from tests.settings import sections
 
-SEED, SAMPLE = 7, 9
+SEED, SAMPLE = 7, 7
 TEXT = [f"row {number} of the text " * (1 + number % 2) for number in range(60)]
 ANSWERS = [{"prompt": text, "chosen": f"yes {number}", "rejected": "no"} for number, text in enumerate(TEXT)]
 CPU = GPUParams(name="cpu")

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter": {"training": {"use_peft": True}, "peft": {"lora_dropout": 0.0}},
     "half": {"training": {"mixed_precision_dtype": "bf16"}},
 }
-QUICK = ("sharded", "copies in chunks", "grouped differently")
+QUICK = ("sharded", "grouped differently")
 
 
 def case(name: str, folder: Path, world: int, size: int | None = None) -> TrainingConfig:

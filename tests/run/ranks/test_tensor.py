@@ -24,7 +24,7 @@ from framework.run.rehearsal.rehearse import record
 from framework.run.setup.agreement import seed_each_rank
 from framework.schema.config import TrainingConfig
 from framework.schema.optimizers import FACTS, Shards
-from tests.grids import chosen, to_make
+from tests.grids import chosen, slow, to_make
 from tests.run.ranks.test_context import STEPS, assert_alike, curve
 from tests.run.ranks.test_sharded import SPECIAL, saved, tokenizer
 from tests.run.several import ended, start
@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "half": {"training": {"mixed_precision_dtype": "bf16"}},
 }
-QUICK = ("llama", "biases", "adapter")
+QUICK = ("llama", "adapter")
 SAVED = ("llama", "adapter")
 STARTED = "one/checkpoints/step-00000001"
 """Where an adapter starts from: one process draws it from other random numbers."""
@@ -178,7 +178,7 @@ def test_two_that_share_each_matrix_learn_what_one_does_and_export_it(name, foun
         )
 
 
-@pytest.mark.parametrize(("name", "tensors"), [("llama", 14), ("biases", 20), ("adapter", 28)])
+@pytest.mark.parametrize(("name", "tensors"), [("llama", 14), slow("biases", 20), ("adapter", 28)])
 def test_the_table_says_which_matrices_are_in_parts_and_how_large(name, tensors, found):
     held, alike = found[1][1][name]["verified"]
     assert not found[1][1][name]["has a group of its own"], "each would be a communicator that the plan does not have"
