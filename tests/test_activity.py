@@ -2,10 +2,8 @@
 
 import os
 import pty
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,43 @@ import pytest
 from framework.__main__ import _is_long
 
 ROOT = Path(__file__).parents[1]
-SETUP = "import sys, time; from framework import activity; from framework.terminal import visible_streams\n"
+SETUP = """
+import sys, time
+from framework import activity
+from framework.terminal import visible_streams
+
+said, put = [], activity._Activity._put
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+def noted(line, text):
+    said.extend([text] * ("working" in text))
+    put(line, text)
+
+def passes(seconds):
+    "Time during which the thread looks ten times."
+    clock.now += seconds
+    time.sleep(0.1)
+
+def until(count):
+    "That many lines in all: the thread may get no turn for a while."
+    while len(said) < count:
+        time.sleep(0.01)
+
+clock = activity.time = Clock()
+activity._Activity._put, activity._TICK = noted, 0.01
+"""
 
 
 def ran(code: str, **options: int) -> subprocess.CompletedProcess[bytes]:
+    """The code with a clock of its own, which `passes` moves on."""
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.run([sys.executable, "-c", SETUP + code], cwd=ROOT, check=True, **{**piped, **options})  # type: ignore[call-overload]
+    command = [sys.executable, "-c", SETUP + code]
+    return subprocess.run(command, cwd=ROOT, check=True, timeout=250, **{**piped, **options})  # type: ignore[call-overload]
 
 
 def in_pipe(code: str) -> list[str]:
@@ -38,34 +67,37 @@ def on_terminal(code: str) -> str:
 
 
 def test_in_a_pipe_there_is_a_line_within_a_second_and_no_other_for_a_while() -> None:
-    began = time.monotonic()
-    code = "with activity.shown('reading'):\n    time.sleep(0.9)\n    print(time.monotonic())"
-    found = ran(code)
-    assert re.fullmatch(r"working   reading \([01] s\)\n", found.stderr.decode())
-    assert time.monotonic() > began + 0.9
+    code = """
+with activity.shown('reading'):
+    passes(0.4)
+    assert not said
+    passes(0.2)
+    until(1)
+    passes(9)
+"""
+    assert in_pipe(code) == ["working   reading (1 s)"]
 
 
 def test_what_takes_no_time_says_nothing() -> None:
     assert in_pipe("with activity.shown('reading'):\n    pass") == []
-    assert in_pipe("with activity.shown('reading', is_wanted=False):\n    time.sleep(0.9)") == []
-    assert in_pipe("activity.now('reading', is_long=True)\ntime.sleep(0.9)") == []
+    assert in_pipe("with activity.shown('reading', is_wanted=False):\n    passes(60)") == []
+    assert in_pipe("activity.now('reading', is_long=True)\npasses(60)") == []
 
 
 def test_lines_come_again_and_say_what_is_done_then() -> None:
     code = """
-activity.EVERY = 0.5
 with activity.shown('reading'):
-    time.sleep(0.9)
+    passes(0.6)
+    until(1)
     with activity.doing('planning'):
-        time.sleep(1.1)
-    time.sleep(1.1)
+        passes(10)
+        until(2)
+    passes(10)
+    until(3)
     activity.now('')
-    time.sleep(1.1)
+    passes(30)
 """
-    words = [line.split()[1] for line in in_pipe(code)]
-    assert list(dict.fromkeys(words)) == ["reading", "planning"]
-    assert words[-1] == "reading"
-    assert len(words) < 8, "nothing is said of nothing"
+    assert in_pipe(code) == ["working   reading (1 s)", "working   planning (11 s)", "working   reading (21 s)"]
 
 
 def test_what_is_long_is_said_before_it_begins() -> None:
@@ -76,11 +108,10 @@ def test_what_is_long_is_said_before_it_begins() -> None:
 
 def test_nothing_is_added_while_other_lines_come() -> None:
     code = """
-activity.EVERY = 1.0
 with activity.shown('stepping'), visible_streams():
-    for step in range(12):
+    for step in range(4):
         print('step', step, file=sys.stderr)
-        time.sleep(0.1)
+        passes(9)
 """
     assert [line for line in in_pipe(code) if "working" in line] == []
 
@@ -88,9 +119,11 @@ with activity.shown('stepping'), visible_streams():
 def test_on_a_terminal_one_line_is_written_over_and_gives_way() -> None:
     code = """
 with activity.shown('reading'), visible_streams():
-    time.sleep(0.9)
+    passes(0.9)
+    until(1)
     print('a line', file=sys.stderr)
-    time.sleep(0.9)
+    passes(0.9)
+    until(2)
 """
     sent = on_terminal(code)
     assert sent.count("working   reading") >= 2
@@ -101,9 +134,11 @@ with activity.shown('reading'), visible_streams():
 
 def test_a_bar_shows_it_in_its_own_line() -> None:
     code = """
-with activity.shown('reading'), activity.drawn_by(lambda text: print('bar:', text)):
+activity.FIRST = 100
+with activity.shown('reading'), activity.drawn_by(lambda text: said.append(text) or print('bar:', text)):
     activity.now('saving', is_long=True)
-    time.sleep(0.9)
+    passes(200)
+    until(2)
 """
     assert "working" not in on_terminal(code).replace("\r\x1b[2K", "")
 

@@ -1,6 +1,8 @@
 """Several processes that train together in a test, as torchrun would start them."""
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -20,12 +22,18 @@ class Ended:
     err: str
 
 
+def free_port() -> str:
+    """Below those that the system gives to whoever asks for any: none takes it until it is bound."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return str(port)
+    raise RuntimeError("100 ports are taken")
+
+
 def start(script: str, *arguments: str, world: int = 2) -> list["subprocess.Popen[str]"]:
     """Start `script` (Python code) as `world` ranks with a store of their own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    named = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    named = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **named}
     command, pipe = [sys.executable, "-W", "ignore", "-c", script, *arguments], subprocess.PIPE

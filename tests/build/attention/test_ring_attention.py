@@ -25,7 +25,7 @@ class Board:
     barrier: threading.Barrier = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots, self.barrier = [None] * self.size, threading.Barrier(self.size, timeout=30)
+        self.slots, self.barrier = [None] * self.size, threading.Barrier(self.size, timeout=200)
 
     def all_of(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self.slots[rank] = tensor

@@ -70,7 +70,7 @@ def test_what_is_written_beside_steps_is_byte_for_byte_what_is_written_before_th
     writer, stepped = Writer(is_async=True), threading.Event()
 
     def write(contents):
-        assert stepped.wait(30)  # until the weights are others
+        assert stepped.wait(200)  # until the weights are others
         save_checkpoint(tmp_path / "beside", contents, 5)
 
     for step in (1, 3):
@@ -99,7 +99,7 @@ def test_a_second_interrupt_does_not_wait_for_the_writer_and_an_error_does():
     released, written = threading.Event(), threading.Event()
 
     def write(contents):
-        released.wait(30)
+        released.wait(200)
         written.set()
 
     writer = Writer(is_async=True)
@@ -199,7 +199,7 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
 
     def full_disk(tensors, file, **options):
         if "step-00000008" in str(file):
-            reached.wait(60)
+            reached.wait(200)
             raise OSError(28, "No space left on device")
         original(tensors, file, **options)
 
@@ -273,7 +273,7 @@ def test_killed_while_the_writer_works_the_run_goes_on_from_the_last_complete_ch
     folder = tmp_path / "run"
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(corpus), str(folder)]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while time.monotonic() < end and process.poll() is None:
         if (folder / "metrics.jsonl").exists() and max(metrics(folder), default=0) == 12:
             break

@@ -47,7 +47,7 @@ PLAIN = {"max_steps": 2, "optimizer": "adamw_torch"}
 
 
 def test_it_is_written_while_the_run_ends(corpus, tmp_path, order, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(WAIT, "seconds", 60.0)
+    monkeypatch.setitem(WAIT, "seconds", 200.0)
     train(config(corpus, tmp_path / "run", training=PLAIN))
     assert order[0] == "evaluate"
     assert order.index("save") < order.index("export") < order.index("saved")

@@ -93,8 +93,9 @@ def test_as_many_as_asked_for_are_welcome():
 
 
 @pytest.mark.parametrize(("arrived", "raises"), [((0,), True), ((0, 1), False)])
-def test_ctrl_c_goes_to_the_ranks_once_all_know_what_to_do_about_it(arrived, raises):
+def test_ctrl_c_goes_to_the_ranks_once_all_know_what_to_do_about_it(arrived, raises, monkeypatch):
     """Before, they are importing modules: there is nothing to save, and each would say that it was interrupted."""
+    monkeypatch.setattr(launch, "GRACE", 60.0)
     coordinator = launch.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     for rank in arrived:
         coordinator.set(f"{ALIVE}/{rank}", "")

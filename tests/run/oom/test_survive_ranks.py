@@ -268,7 +268,7 @@ def test_ranks_that_hold_parts_all_stop_and_say_so(corpus, folder):  # noqa: F81
     begun = time.monotonic()
     both = as_ranks("sharded_as_rank", corpus, folder)
     assert [rank.code for rank in both] == [4, 4], both
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 200
     assert "rank 1 of 2" in both[1].err
     assert "the ranks communicate in every layer" in both[1].err
     assert "there is the checkpoint of step 2 to resume from" in both[1].err

@@ -105,7 +105,7 @@ def test_what_is_wrong_with_a_request_or_with_the_process_is_told(monkeypatch: p
 
 
 def test_a_process_that_was_prepared_is_taken_once_and_ended_where_it_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, then="import time; time.sleep(60)")
+    answering(monkeypatch, then="import time; time.sleep(600)")
     with prepared():
         [server] = plan_pool._prepared
         with Rehearsals() as rehearsals:

@@ -250,7 +250,7 @@ def test_a_rank_that_fails_ends_all_and_is_the_one_that_speaks(corpus, tmp_path)
     begun = time.monotonic()
     both = as_ranks("failing_as_rank", corpus, tmp_path)
     assert [rank.code for rank in both] == [4, 4], both
-    assert time.monotonic() - begun < 120
+    assert time.monotonic() - begun < 200
     assert "rank 1 of 2" in both[1].err
     assert "2.00 GiB" in both[1].err
     assert "error" not in both[0].err

@@ -78,7 +78,7 @@ def beside(folder: Path, assembly: Any, step: int, group: Any) -> str:
     parts, has_stepped = folder / "checkpoints" / ".parts", threading.Event()
 
     def write(contents: Contents) -> None:
-        assert has_stepped.wait(60)
+        assert has_stepped.wait(200)
         if contents.is_split:
             write_parts(parts, contents.tensors, group)
         if ranks.is_main:

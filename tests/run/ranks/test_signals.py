@@ -131,7 +131,7 @@ def test_an_evaluation_is_left_out_for_the_save(corpus, tmp_path, monkeypatch): 
 
 def test_a_plan_that_is_waited_for_is_given_up(monkeypatch):
     """Ctrl-C may reach this process alone: the child would go on for as long as its rehearsal takes."""
-    monkeypatch.setattr(plan_pool, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(plan_pool, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     raised: list[BaseException] = []
 
     def plan() -> None:
@@ -146,7 +146,7 @@ def test_a_plan_that_is_waited_for_is_given_up(monkeypatch):
         time.sleep(0.01)
     child = plan_pool._asked[0]._process
     plan_pool.abandon()
-    waiting.join(10)
+    waiting.join(200)
     assert raised
     assert child.returncode == -signal.SIGKILL
     assert not plan_pool._asked

@@ -1,7 +1,6 @@
 """Two hosts, as two groups of two processes on one machine: torchrun's agents and Slurm's tasks find each other."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests.folders import save_model
-from tests.run.several import ROOT, ended
+from tests.run.several import ROOT, ended, free_port
 from tests.run.test_trainer import corpus, metrics  # noqa: F401
 
 pytestmark = [
@@ -43,12 +42,6 @@ def alone(recipe, tmp_path) -> dict[int, float]:
 
 def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def trains_as(processes, alone, folder) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from framework.run.record.lock import only_run
 with only_run(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -58,7 +58,7 @@ def test_a_killed_process_holds_nothing(tmp_path, holder):
 def test_a_child_that_outlives_the_run_does_not_hold_it(tmp_path):
     with only_run(tmp_path):
         if not (child := os.fork()):
-            time.sleep(30)
+            time.sleep(600)
             os._exit(0)
     with only_run(tmp_path):
         pass
@@ -74,7 +74,7 @@ def other_host(folder, age):
 
 def test_another_host_whose_heart_beats_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.5)
-    monkeypatch.setattr(lock, "STALE", 20.0)
+    monkeypatch.setattr(lock, "STALE", 200.0)
     other_host(tmp_path, 1)
     refuse_taken(tmp_path)  # which would have to wait for a beat
     done = threading.Event()
@@ -96,25 +96,26 @@ def test_another_host_whose_heart_beats_is_told(tmp_path, monkeypatch):
 def test_a_host_that_died_is_waited_for_and_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.5)
     monkeypatch.setattr(lock, "STALE", 2.0)
-    other_host(tmp_path, 0.5)
     began = time.monotonic()
+    other_host(tmp_path, 0.5)
     with only_run(tmp_path):
-        assert 1.0 < time.monotonic() - began < 10
+        assert time.monotonic() - began > 1.4
         assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
     other_host(tmp_path, 3600)
-    began = time.monotonic()
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: pytest.fail("there is nothing to wait for"))
     with only_run(tmp_path):
-        assert time.monotonic() - began < 1
+        pass
 
 
 def test_the_heart_beats(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.1)
+    began = time.time()
     with only_run(tmp_path):
         os.utime(tmp_path / FILE, (1, 1))
-        end = time.monotonic() + 10
+        end = time.monotonic() + 200
         while (tmp_path / FILE).stat().st_mtime < 2 and time.monotonic() < end:
             time.sleep(0.05)
-        assert time.time() - (tmp_path / FILE).stat().st_mtime < 10
+        assert (tmp_path / FILE).stat().st_mtime > began - 1
     assert list(tmp_path.iterdir()) == []
 
 
