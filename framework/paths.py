@@ -58,12 +58,9 @@ def special_files(folder: Path) -> list[str]:
     """`name (a FIFO)` for each entry of a folder that is neither file nor folder, which no library may be given to
     read."""
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
-    kinds = ((entry.name, _kind(entry.stat().st_mode)) for entry in entries if not _is_broken_link(entry))
+    existing = (entry for entry in entries if not entry.is_symlink() or os.path.exists(entry.path))
+    kinds = ((entry.name, _kind(entry.stat().st_mode)) for entry in existing)
     return [f"{name} ({kind})" for name, kind in kinds if kind]
-
-
-def _is_broken_link(entry: os.DirEntry[str]) -> bool:
-    return entry.is_symlink() and not os.path.exists(entry.path)
 
 
 def _require_regular(path: Path, mode: int) -> None:

@@ -116,8 +116,12 @@ def _text_of(folder: Path) -> str:
     if reports:
         return read_text(max(reports, key=lambda file: file.stat().st_mtime))
     earlier = earlier_reports(folder)
-    texts_here = (file for pattern in _LOGS for file in sorted(folder.rglob(pattern)))
-    logs = [file for file in texts_here if file not in earlier and file.is_file() and _is_log(file.relative_to(folder))]
+    found_here = (file for pattern in _LOGS for file in sorted(folder.rglob(pattern)))
+    logs = [
+        file
+        for file in found_here
+        if file not in earlier and file.is_file() and not {*file.relative_to(folder).parts} & {*_NO_LOGS}
+    ]
     texts = [read_text(file) for file in logs]
     telling = [(weight(found[0]), text) for text in texts if (found := read_message(text)) is not None]
     if not telling:
@@ -134,10 +138,6 @@ def earlier_reports(folder: Path) -> list[Path]:
     """Reports of earlier stops after which the run continued, in the order of their steps."""
     found = (file for name in (REPORT, STOPPED) for file in folder.glob(f"{Path(name).stem}{EARLIER}.txt"))
     return sorted(found, key=lambda file: file.stem.partition("-")[2])
-
-
-def _is_log(file: Path) -> bool:
-    return not set(file.parts) & set(_NO_LOGS)
 
 
 def read_text(file: Path) -> str:

@@ -66,10 +66,10 @@ def rank_moves(
     be planned. A size that the run has already reduced is not proposed again.
     """
     reached = {repair.key: repair.after for repair in repairs}
-    return tuple(move for move in _moves(plan, phase, cause) if not _was_tried(move.override, reached))
+    return tuple(move for move in _moves(plan, phase, cause) if not _is_reached(move.override, reached))
 
 
-def _was_tried(override: str, reached: Mapping[str, int]) -> bool:
+def _is_reached(override: str, reached: Mapping[str, int]) -> bool:
     key, _, value = override.partition(" ")[0].partition("=")
     return key in reached and value.isdecimal() and len(value) < _MOST_DIGITS and int(value) >= reached[key]
 
@@ -174,7 +174,8 @@ def movable() -> Iterator[Lever]:
 
 def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
     for setting in _next_settings(row, value_of(config, row.key)):
-        if not suits(setting.hardware, config.gpu) or not _has(setting):
+        packages = filter(None, setting.package.split(", "))
+        if not suits(setting.hardware, config.gpu) or not all(map(is_installed, packages)):
             continue
         changes = {key: value for key, value in setting.requires.items() if value_of(config, key) != value}
         if row.key.startswith("peft.") and (changes or not config.training.use_peft):
@@ -192,11 +193,11 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
             continue
         shown = {"training.global_batch_size": config.batch.global_size} if row.key == BATCH else changes
         override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **shown}.items())
-        exact = _goes_on(row, setting, config) and (row.key == BATCH or not changes)
+        exact = _keeps_results(row, setting, config) and (row.key == BATCH or not changes)
         yield Proposal(row.key, override, costs_of(setting), exact, changed, row.shrinks)
 
 
-def _goes_on(row: Lever, setting: Setting, config: TrainingConfig) -> bool:
+def _keeps_results(row: Lever, setting: Setting, config: TrainingConfig) -> bool:
     """Whether a setting keeps the results of this config, so that its checkpoint can be resumed."""
     if row.key == OPTIMIZER:
         return serves_states_of(Optimizer(setting.value), Optimizer(config.training.optimizer))
@@ -219,10 +220,6 @@ def _next_settings(row: Lever, value: Any) -> tuple[Setting, ...]:
         rule = FACTS[value].rule
         return tuple(item for item in row.settings if item.value != value and FACTS[item.value].rule == rule)
     return row.settings[1:2] if same(value, plain.value) else ()
-
-
-def _has(setting: Setting) -> bool:
-    return all(is_installed(name) for name in setting.package.split(", ") if name)
 
 
 def costs_of(setting: Setting) -> str:

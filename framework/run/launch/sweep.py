@@ -81,7 +81,8 @@ class SweptRun:
         if found is None and self._is_over(job.sweep):
             return _keep(Result(*own, exit_code=None), results)
         began = time.monotonic()
-        with own_cards(self._cards(job) if found is None else 0, partial(_waits, job)) as environment:
+        waiting = partial(print, f"[{job.number}] waits until a card is free", file=sys.stderr)
+        with own_cards(self._cards(job) if found is None else 0, waiting) as environment:
             code = self._run(job, results / f"{job.number}.log", environment)
         seconds = round(time.monotonic() - began, 1)
         return _keep(Result(*own, code, seconds, **(_read(job.folder) if code == 0 else {})), results)
@@ -131,10 +132,6 @@ class SweptRun:
                 if not self.quiet:
                     print(f"[{job.number}] {line}", end="", file=sys.stderr, flush=True)
         return process.returncode if process.returncode >= 0 else KILLED
-
-
-def _waits(job: Job) -> None:
-    print(f"[{job.number}] waits until a card is free", file=sys.stderr)
 
 
 def has_checkpoint(folder: Path) -> bool:

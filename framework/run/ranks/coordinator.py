@@ -86,7 +86,7 @@ class _ProcessGroup(Coordinator):
     """Coordination of one of several processes."""
 
     def __init__(self, found: Launched) -> None:
-        self.ranks = Ranks(found.rank, found.world, found.local_rank, found.local_world, self._meet)
+        self.ranks = Ranks(found.rank, found.world, found.local_rank, found.local_world, self._barrier)
         os.environ.update(  # torch's names, in case srun started this process
             {"RANK": str(found.rank), "WORLD_SIZE": str(found.world), "LOCAL_RANK": str(found.local_rank)},
             MASTER_ADDR=found.address,
@@ -97,8 +97,8 @@ class _ProcessGroup(Coordinator):
         self._base = PrefixStore(f"tunesmith/{again}/{next(_meetings)}", base)
         self._store: Store = self._base.clone()  # type: ignore[attr-defined]
         self.has_parent = PrefixStore(FIRST, base).check([LAUNCHER])
-        self._meets = itertools.count()
-        self._parted = threading.Event()
+        self._barriers = itertools.count()
+        self._disconnected = threading.Event()
         self._note: dict[str, int] | None = None
         watched: Store = self._base.clone()  # type: ignore[attr-defined]
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
@@ -122,8 +122,8 @@ class _ProcessGroup(Coordinator):
         self._wait(keys, range(self.ranks.world))
         return [self._store.get(key).decode() for key in keys]
 
-    def _meet(self) -> None:
-        self.gathered(f"met/{next(self._meets)}", "")
+    def _barrier(self) -> None:
+        self.gathered(f"met/{next(self._barriers)}", "")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -168,7 +168,7 @@ class _ProcessGroup(Coordinator):
     # -- failures
     def _watch(self, store: Store) -> None:
         """End this process when another has failed, or when the store's process has ended."""
-        while not self._parted.wait(_PAUSE):
+        while not self._disconnected.wait(_PAUSE):
             try:
                 if not store.check([FAILED]):
                     continue
@@ -179,7 +179,7 @@ class _ProcessGroup(Coordinator):
                 note = {"rank": -1, "code": 4}
             if note["rank"] == self.ranks.rank:
                 return
-            if not self._parted.wait(GRACE):
+            if not self._disconnected.wait(GRACE):
                 self._report_parent()
                 _end(note["code"])
 
@@ -217,7 +217,7 @@ class _ProcessGroup(Coordinator):
             with contextlib.suppress(RuntimeError):
                 while time.monotonic() < end and not self._store.check(keys):
                     time.sleep(_PAUSE / 2)
-        self._parted.set()
+        self._disconnected.set()
         if lost:
             doing = "and the process with their store has ended"
             with contextlib.suppress(RuntimeError):
@@ -253,7 +253,7 @@ class _ProcessGroup(Coordinator):
     def disconnect(self) -> None:
         """Stop watching at the end of the run. The main rank, whose process may hold the store, leaves last."""
         self.gathered("parting", "")
-        self._parted.set()
+        self._disconnected.set()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store.set(f"parted/{self.ranks.rank}", "")
