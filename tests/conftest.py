@@ -57,13 +57,18 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_runs() -> Iterator[None]:
-    """Nothing waits for the disk, since no test cuts the power; a run writes one token as its sample, and git is asked
-    once for the commit of a folder."""
+    """Nothing waits for the disk, since no test cuts the power; a run writes one token as its sample, git is asked once
+    for the commit of a folder, and seeds of absent cards are not kept, each with the stack that it was set from."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         if "framework.run.trainer" in sys.modules:
+            import torch
+
             from framework.run.record import revision
 
+            if not torch.cuda.is_available():
+                patch.setattr("torch.cuda.random._lazy_call", lambda call, **named: None)
+                patch.setattr("torch.xpu.random._lazy_call", lambda call, **named: None)
             patch.setattr("framework.run.trainer.SAMPLE_NEW_TOKENS", 1)
             commit = cache(lambda folder: revision.describe_revision())
             patch.setattr("framework.run.record.run_folder.describe_revision", lambda: commit(os.getcwd()))

