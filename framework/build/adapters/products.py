@@ -129,7 +129,7 @@ def compute_in_input_dtype(model: PeftModel) -> None:
                 factor.__class__ = InInputDtype
     for parent in model.modules():
         for names in SAME_INPUT:
-            layers = [factor for name in names for factor in _first_factors(getattr(parent, name, None))]
+            layers = [factor for name in names for factor in _first_factors(parent._modules.get(name))]
             if len(layers) > 1 and len({layer.in_features for layer in layers}) == 1:
                 Together(layers)
 
