@@ -88,7 +88,7 @@ def test_a_recipe_is_a_regular_file(refused, verb):
     Path("device.yaml").symlink_to("/dev/zero")
     assert "it is a character device" in refused(verb, "device.yaml")
     Path("folder.yaml").mkdir()
-    assert ("Is a directory" if verb == "convert" else "is a folder, and no recipe") in refused(verb, "folder.yaml")
+    assert ("Is a directory" if verb == "convert" else "is a folder, not a recipe") in refused(verb, "folder.yaml")
     with Path("huge.yaml").open("wb") as file:
         file.truncate(2**40)
     assert "is larger than" in refused(verb, "huge.yaml")
@@ -195,7 +195,7 @@ def test_a_folder_with_a_fifo_is_given_to_no_library(refused, write, tmp_path):
     write(GOOD)
     fifo("base/config.json")
     said = refused("check", "r.yaml", "gpu=cpu")
-    assert "has in it what is no regular file: config.json (a FIFO)" in said
+    assert "contains files that are not regular: config.json (a FIFO)" in said
     shutil.rmtree("base")
     Path("base").mkdir()
     Path("base/config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The composition root: where the nouns meet, the same lines for a real run and for a rehearsal."""
+"""The composition root: builds model, adapter, objective and optimizer of a config, for runs and rehearsals alike."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -67,27 +67,28 @@ class Assembly:
     loss_scale: LossScale
     cache: DeviceCache
     export_dtype: torch.dtype
-    """dtype of the final export: the checkpoint's own, or the weights' where no checkpoint states one."""
+    """dtype of the final export: that of the checkpoint, else of the weights."""
     adapter: "Adapter | None" = None
     streamed: StreamedBase | None = None
     frozen_model: nn.Module | None = None
-    """The frozen model next to the trained one: what a preference is measured against, or a teacher; of a preference
-    that goes on from an adapter that adapter alone."""
+    """The reference model of a preference, or a teacher. For a preference that continues an adapter, only a frozen copy
+    of that adapter."""
     drawn: str | None = None
-    """Fingerprint of a base that was drawn at random and that an adapter is trained next to: another device or version
-    of torch draws another from the same seed. None where the base has files, or is drawn in shards."""
+    """Fingerprint of a randomly initialized base under an adapter, since another device or version of torch draws other
+    weights from the same seed. None for a base with files, or one drawn in shards."""
     new_weights: tuple[str, ...] = ()
-    """Names of the head's weights that no checkpoint had, so that they started random."""
+    """Names of the head's weights that are missing from the checkpoint, so that they start random."""
     ranks: Ranks = ALONE
     parallel: Parallel | None = None
-    """The model as several ranks train it. `model` is the one inside, whose parameters have their plain names."""
+    """Wrapper through which several ranks train. `model` is the module inside, whose parameters have their plain
+    names."""
     context: Context | None = None
-    """The ranks that share this one's rows."""
+    """The context-parallel group of this rank."""
     tensor: "TensorParallel | None" = None
-    """The ranks that share this one's matrices."""
+    """The tensor-parallel group of this rank."""
     from_python: FromPython = TASKS_OWN
     experts: ExpertLoad | None = None
-    """How evenly the routers of a mixture of experts send tokens to them."""
+    """Counts of the tokens that each expert of a mixture of experts was given."""
 
     def loss_of(self, batch: Batch, observe: Observe) -> Tensor:
         """Sum of the losses of the batch's terms, a float32 scalar, through whatever wraps the model."""
@@ -95,60 +96,62 @@ class Assembly:
         return loss
 
     def sums_of(self, batch: Batch) -> Mapping[str, Tensor]:
-        """What the objective adds up in an evaluation, of this rank's batch."""
+        """Sums of the objective's metrics over this rank's batch, for an evaluation."""
         sums: Mapping[str, Tensor] = self.through(self.objective.sums, batch)
         return sums
 
     def through(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`function(model, *arguments)`; on several ranks inside the forward pass of what wraps the model."""
+        """`function(model, *arguments)`; on several ranks, called within the forward pass of the wrapper."""
         if self.parallel is None:
             return function(self.model, *arguments)
         return self.parallel(function, *arguments)
 
     def keeping_gradients(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """The context of forward and backward of a micro batch: ranks add up their gradients in the last one alone."""
+        """Context of a micro batch's forward and backward: gradients are reduced over the ranks only in the last
+        one."""
         return contextlib.nullcontext() if self.parallel is None or is_last else self.parallel.no_sync()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients; copies on several ranks keep their memory."""
+        """Reset all gradients. Under DDP their memory is kept, since they are views of its buckets."""
         self.optimizer.zero_grad(set_to_none=not self.config.is_replicated)
 
     def part_of(self, batch: Batch) -> Batch:
-        """What this rank computes of a batch: all of it, or its part of each row."""
+        """The rank's share of a batch: all of it, or under context parallel its part of each row."""
         return batch if self.context is None else self.context.cut(batch)
 
     @property
     def sharding(self) -> "Sharding | None":
-        """How the weights are split over the ranks; None where each holds all."""
+        """The FSDP wrapper; None where each rank holds all weights."""
         return cast("Sharding", self.parallel) if self.parallel and self.config.fsdp.is_sharded else None
 
     @property
     def buckets(self) -> GradientBuckets | None:
-        """Where the gradients are that ranks add up after backward; None where they do not."""
+        """Gradient buckets that are reduced after backward; None where DDP or FSDP reduces."""
         return self.parallel if isinstance(self.parallel, GradientBuckets) else None
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether this rank has a part of the weights, so that all of them save and export together."""
+        """Whether weights are split over the ranks, so that all ranks take part in saving and exporting."""
         return self.sharding is not None or self.tensor is not None
 
     def as_part(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter of `model`, or a state as large, as the part of a whole that it is, which `whole` gathers."""
+        """A parameter of `model`, or an optimizer state of its shape, marked as a tensor-parallel part that `whole`
+        gathers."""
         return tensor if self.tensor is None else self.tensor.as_part(name, tensor)
 
     def numel(self, name: str, parameter: Tensor) -> int:
-        """Elements of all of a parameter of `model`, of which this rank may have a part."""
+        """Number of elements of the full parameter, of which this rank may hold a part."""
         return parameter.numel() if self.tensor is None else self.tensor.numel(name, parameter)
 
     @cached_property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer changes, looked for once: going through a model with adapters twice a step
-        took the host 5 ms of 70 (H200, 2026-11-29)."""
+        """The trainable parameters, collected once: walking a model with adapters twice a step took the host 5 ms of 70
+        (H200, 2026-11-29)."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The context that forward and loss run in. Split weights are gathered in the lower dtype instead."""
+        """Context of forward and loss. Sharded weights are gathered in the lower dtype instead."""
         dtype = autocast_dtype(self.config.training)
         if dtype is None or self.config.fsdp.is_sharded:
             return contextlib.nullcontext()
@@ -156,8 +159,8 @@ class Assembly:
 
     @property
     def attention(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of forward and backward (checkpoints run again there) in which `sdpa` finds its kernel, or which
-        takes rows for parts of rows."""
+        """Context of forward and backward (which recomputes checkpoints) that selects sdpa's kernel, or ring
+        attention."""
         if self.context is not None:
             return in_parts(self.context)
         chosen = self.config.model.sdpa_backend
@@ -174,13 +177,13 @@ def assemble(
 ) -> Assembly:
     """Build model, adapter, loss, optimizer and schedule of a resolved config on `place`.
 
-    `total_steps` is the number of optimizer steps of the whole run, `ranks` who trains it. `from_python` may
-    replace objective and optimizer. Raises RequestError for what only the built model can tell: names that match
-    nothing, weights that do not load.
+    `total_steps` is the number of optimizer steps of the whole run. `from_python` may replace objective and optimizer.
+    Raises RequestError for mistakes that only the built model shows: names that match nothing, weights that do not
+    load.
     """
     if config.training.tf32 is not None and not place.rehearsed:
-        # A setting of the process; unset leaves torch's own ("highest"). The one function that torch 2.11 to 2.13 keep
-        # in step with both of their newer and older switches.
+        # A setting of the process; unset is torch's default ("highest"). Only this function keeps the older and the
+        # newer switches of torch 2.11 to 2.13 consistent.
         torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
     context, (tensor, ranks) = share_rows(config, ranks), _sharing_matrices(config, place, ranks)
     base = _load_base(config, architecture, place, ranks)
@@ -221,19 +224,19 @@ def assemble(
 
 
 class _Base(NamedTuple):
-    """The model as it was built or loaded, before anything is frozen or attached; fields as those of `Assembly`."""
+    """The model as built or loaded, before anything is frozen or attached; fields as in `Assembly`."""
 
     model: PreTrainedModel
     place: Place
-    """Where it lies: on the host if it goes to the device later."""
+    """The host, if the model moves to the device later."""
     shard_loader: ShardLoader | None
-    """The way by which shards come to it, if they do."""
+    """Loader of a sharded model's weights."""
     export_dtype: torch.dtype
     new_weights: tuple[str, ...]
     drawn: str | None
     frozen_model: nn.Module | None
     lost: Factors
-    """What quantization has lost, which loftq starts from."""
+    """Quantization errors, which initialize LoftQ's factors."""
 
 
 def _load_base(config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks) -> _Base:
@@ -281,7 +284,7 @@ def _adapted(config: TrainingConfig, base: _Base) -> "Adapter | None":
 
 
 def _sharing_matrices(config: TrainingConfig, place: Place, ranks: Ranks) -> "tuple[TensorParallel | None, Ranks]":
-    """The ranks that share this one's matrices, and all of them with the knowledge of which are alike."""
+    """The tensor-parallel group, and `ranks` with the size of the groups that take the same rows."""
     if config.fsdp.tensor_parallel_size == 1:
         return None, ranks
     # torch's tensors in parts take seconds to import

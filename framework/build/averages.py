@@ -1,4 +1,4 @@
-"""The averaged weights that are evaluated and exported: a schedule-free optimizer's, or `training.ema_decay`'s."""
+"""Averaged weights for evaluation and export: those of a schedule-free optimizer, or of `training.ema_decay`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from framework.schema.optimizers import Optimizer
 
 
 def is_averaged(assembly: Assembly) -> bool:
-    """Whether other weights are evaluated and exported than those that are trained."""
+    """Whether averaged weights are evaluated and exported in place of the trained ones."""
     training = assembly.config.training
     is_followed = training.ema_decay is not None and training.export_ema
     return is_followed or training.optimizer is Optimizer.SCHEDULE_FREE_ADAMW
@@ -21,7 +21,7 @@ def is_averaged(assembly: Assembly) -> bool:
 
 @torch.no_grad()
 def take_average(assembly: Assembly) -> None:
-    """Put the averaged weights in the model for good. Nothing happens where there are none."""
+    """Replace the model's weights by the averaged ones for good; without an average do nothing."""
     if not is_averaged(assembly):
         return
     take_schedule_free_average(assembly.optimizer)
@@ -33,10 +33,10 @@ def take_average(assembly: Assembly) -> None:
 
 @contextlib.contextmanager
 def averaged(assembly: Assembly) -> Iterator[None]:
-    """Within the block the model holds the averaged weights; afterwards, bit for bit, those it trains.
+    """Within the block the model holds the averaged weights; afterwards, bit for bit, the trained ones.
 
-    The copy kept meanwhile takes the room that the gradients leave free between two steps; a rehearsal, whose first
-    evaluation comes before any average, has it too.
+    The copy of the trained weights uses memory that gradients leave free between two steps. A rehearsal makes it too,
+    although its first evaluation comes before any average.
     """
     has_average = is_averaged(assembly) and (assembly.place.rehearsed or any(assembly.optimizer.state.values()))
     held = [local_part(parameter.detach()) for parameter in assembly.trained] if has_average else []

@@ -1,4 +1,4 @@
-"""A loss, an optimizer and metrics that a program hands over, which YAML never names."""
+"""Objective, optimizer and metrics passed by a Python program; YAML never names code."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from framework.schema.config import TrainingConfig
 from framework.schema.evaluation import FROM_PYTHON
 
 MakeObjective: TypeAlias = Callable[[Objective], Objective]
-"""Given the objective of the task, returns the one that is trained with."""
+"""Takes the task's objective, returns the one to train with."""
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Given parameter groups with their `lr` and `weight_decay`, returns an optimizer: one of torch's classes is such."""
+"""Takes parameter groups with `lr` and `weight_decay`, returns an optimizer, as torch's classes do."""
 MakeMetric: TypeAlias = Callable[[Any, Any], float]
-"""Given the model, in eval mode and without gradients, and its tokenizer, returns a number; more is better."""
+"""Takes the model, in eval mode and without gradients, and its tokenizer; returns a number, higher is better."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,26 @@ class FromPython:
     objective: MakeObjective | None = None
     optimizer: MakeOptimizer | None = None
     metrics: Mapping[str, MakeMetric] = field(default_factory=dict)
-    """By name; `python/NAME` in what evaluations report."""
+    """By name; evaluations report them as `python/NAME`."""
 
     @property
     def names(self) -> dict[str, str]:
-        """Module and name of each, for the files of a run."""
+        """Qualified names of objective and optimizer, for the files of a run."""
         given = {"objective": self.objective, "optimizer": self.optimizer}
         return {key: _name(maker) for key, maker in given.items() if maker is not None}
 
     def notes(self, config: TrainingConfig) -> Iterator[str]:
-        """A line for each part that a plan of the config does not know, with the key that is not used."""
+        """A line for each part that a plan does not include, with the key that is not used."""
         if self.objective is not None:
             yield f"objective {_name(self.objective)} from Python: the plan has the loss of the task instead"
         if self.metrics:
-            yield f"metrics {', '.join(self.metrics)} from Python: what they allocate is not in the plan"
+            yield f"metrics {', '.join(self.metrics)} from Python: their memory is not in the plan"
         if self.optimizer is not None:
             key = f"training.optimizer={config.training.optimizer}"
             yield f"optimizer {_name(self.optimizer)} from Python: the plan has {key} instead, which is not used"
 
     def refuse(self, config: TrainingConfig) -> None:
-        """Raises RequestError for every option that would have no effect or is not known to work with them."""
+        """Raise RequestError for options that have no effect with them or are not known to work with them."""
         training, problems = config.training, list[Problem]()
         kinds = " and ".join(self.names)
         if kinds and (config.fsdp.is_sharded or config.sharing > 1):
@@ -79,9 +79,9 @@ class FromPython:
         return own if self.objective is None else self.objective(own)
 
     def made_optimizer(self, groups: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
-        """The optimizer over the groups. Raises RequestError for what is none."""
+        """The program's optimizer over the groups. Raises RequestError if it is not a torch optimizer."""
         assert self.optimizer is not None
-        made: object = self.optimizer([{**group, "lr": rate} for group in groups])  # whatever a program gives
+        made: object = self.optimizer([{**group, "lr": rate} for group in groups])  # a program may return anything
         if not isinstance(made, torch.optim.Optimizer):
             message = f"{_name(self.optimizer)} gave {type(made).__name__}"
             raise RequestError([Problem("optimizer", message, expected="a torch.optim.Optimizer")])
@@ -92,7 +92,8 @@ TASKS_OWN = FromPython()
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Nothing to tell, or RequestError where a run would go on with another objective or optimizer from Python."""
+    """Raise RequestError if a run would be resumed with another objective or optimizer from Python; else no
+    messages."""
     problems = [
         Problem(key, f"was {saved.get(key) or 'not given'}, is now {now.get(key) or 'not given'}: another run's")
         for key in ("objective", "optimizer")
@@ -104,5 +105,5 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _name(maker: Callable[..., Any]) -> str:
-    """Module and name of a function or class, as far as it has them."""
+    """Qualified name of a function or class, as far as it has one."""
     return f"{getattr(maker, '__module__', '?')}.{getattr(maker, '__qualname__', type(maker).__name__)}"

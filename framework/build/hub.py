@@ -1,4 +1,4 @@
-"""What can be known about the Hugging Face hub without asking it for a file."""
+"""Facts about the Hugging Face hub and its cache that need no download, and helpers for its errors."""
 
 import difflib
 from collections.abc import Iterable
@@ -13,39 +13,39 @@ from framework.hub import hub_is_reachable as hub_is_reachable
 from framework.paths import special_files
 
 UNLOADABLE = (ImportError, OSError, ValueError, RuntimeError, SafetensorError)
-"""What libraries raise where weights are missing, damaged, or of something else."""
+"""Exceptions of libraries for weights that are missing, damaged, or of another model."""
 
 
 def hub_host() -> str:
-    """The host to name in a message."""
+    """The hub's host name, for messages."""
     return urlsplit(constants.ENDPOINT).hostname or constants.ENDPOINT
 
 
 def cached_models() -> list[str]:
-    """Ids of the models of which this machine has at least one file."""
+    """Ids of the models with at least one file in the cache."""
     folders = Path(constants.HF_HUB_CACHE).glob("models--*")
     return sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in folders)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that `word` most likely meant, or None when nothing is near."""
+    """The choice most similar to `word`, or None if none is close."""
     return next(iter(difflib.get_close_matches(word, list(choices), n=1)), None)
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """The beginning of a library's message on one line, for use inside a message of ours."""
+    """The beginning of an exception's message on one line, for use in our messages."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def require_regular_files(folder: Path, key: str) -> None:
-    """Raise RequestError for a folder with a FIFO or a device in it, which a library would wait for or act on."""
+    """Raise RequestError for a folder that contains a FIFO or a device, which a library would block on or act on."""
     if found := special_files(folder):
-        message = f"{folder} has in it what is no regular file: {', '.join(found)}"
+        message = f"{folder} contains files that are not regular: {', '.join(found)}"
         raise RequestError([Problem(key, message, expected="regular files, and links to them")])
 
 
 def leave_to_run_code(error: BaseException) -> str | None:
-    """What to write where a library asks for it, because the model comes with Python code; None for other errors."""
+    """The setting to propose if a library refuses to run the model's own Python code; None for other errors."""
     leave = "model.trust_remote_code=true (of predict and merge --trust-remote-code)"
     return f"{leave}, if you trust the code that comes with it" if "trust_remote_code" in str(error) else None

@@ -1,4 +1,4 @@
-"""Launches of the package's own kernels, which a rehearsal notes in place of making them."""
+"""Launches of the package's own kernels, which a rehearsal records instead of running them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from framework.memory.trace import Launcher
 
 
 class Note(Protocol):
-    """Told the name of a kernel, the bytes that one launch of it reads and writes, who launches it, and how many
+    """Callback with the name of a kernel, the bytes that one launch reads and writes, its launcher, and the number of
     tensors it updates."""
 
     def __call__(self, name: str, moved: int, launcher: Launcher, tensors: int) -> None: ...
@@ -19,7 +19,7 @@ _notes: list[Note] = []
 
 @contextlib.contextmanager
 def listening(note: Note) -> Iterator[None]:
-    """Within the block, `note` is told of each launch that a rehearsal would make."""
+    """Within the block, call `note` for each launch of a rehearsal."""
     _notes.append(note)
     try:
         yield
@@ -28,6 +28,6 @@ def listening(note: Note) -> Iterator[None]:
 
 
 def note_launch(name: str, moved: int, launcher: Launcher = Launcher.TRITON, tensors: int = 1) -> None:
-    """Tell whoever listens of a launch that moves `moved` bytes and updates so many tensors."""
+    """Report a launch that moves `moved` bytes and updates `tensors` tensors to all listeners."""
     for note in _notes:
         note(name, moved, launcher, tensors)

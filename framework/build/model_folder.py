@@ -1,4 +1,4 @@
-"""A model's folder, looked at before a library reads it: what is missing or damaged is told by the name of its file."""
+"""Checks of a model's folder before a library reads it, with messages that name the missing or damaged file."""
 
 import json
 import os
@@ -30,14 +30,14 @@ OBJECTS = (
     "chat_template.json",
     "vocab.json",
 )
-"""Files of a folder that hold one JSON object each. Of some of them transformers takes a damaged one for none."""
+"""Files with one JSON object each. transformers ignores some of them if they are damaged."""
 _NAMES = (lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of names")
 _NUMBER = (lambda value: type(value) in (int, float), "a number")
 _COUNT = (lambda value: type(value) is int and value >= 0, "a whole number, 0 or more")
 _ONE_OR_MORE = (lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")
 _TOKENS = (
     lambda value: all(type(token) is int for token in (value if isinstance(value, list) else [value])),
-    "the number of a token, or a list of them",
+    "a token id, or a list of them",
 )
 _VALUES: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     CONFIG_FILE: {"architectures": _NAMES},
@@ -50,21 +50,21 @@ _VALUES: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
     },
 }
-"""Of a file's settings whether a value is right, and what is."""
+"""File -> setting -> check of its value, and a description of valid ones."""
 TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that a model's name leads to, or can only mean; None for a hub id."""
+    """The folder that a model's name refers to, existing or not; None for a hub id."""
     folder = Path(os.path.expanduser(name))
     is_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    return folder if is_path or os.path.isdir(folder) else None  # False too for a name that no file can have
+    return folder if is_path or os.path.isdir(folder) else None  # False also for names that no file can have
 
 
 def reads_own_config(model: ModelParams) -> bool:
-    """Whether the config that lies next to the weights is read, and `model.architecture` only changes it: of a folder
-    that weights are loaded from; of a hub model where the architecture is not a whole one, which needs no network."""
+    """Whether the config next to the weights is read, and `model.architecture` only modifies it: for a folder that
+    weights are loaded from, and for a hub model unless `model.architecture` is complete, which needs no network."""
     if model.model_name is None or (model.architecture is not None and not model.load_pretrained_weights):
         return False
     folder = local_folder(model.model_name)
@@ -72,8 +72,8 @@ def reads_own_config(model: ModelParams) -> bool:
 
 
 def require_model(folder: Path, key: str) -> None:
-    """Raises RequestError, under `key`, where a folder holds no model: it is missing, is of an adapter, or a file of it
-    is damaged."""
+    """Raise RequestError, under `key`, if a folder holds no model: it is missing, holds an adapter, or a file is
+    damaged."""
     if not folder.is_dir():
         raise RequestError([missing_folder(folder, key)])
     require_readable(folder, key)
@@ -86,15 +86,15 @@ def require_model(folder: Path, key: str) -> None:
 
 
 def missing_folder(name: str | Path, key: str) -> Problem:
-    """A path that leads to no folder, with the one that was probably meant."""
+    """Problem for a path without a folder, with the most similar one."""
     folder = Path(name).expanduser()
     looked_at = "" if Path(name).is_absolute() else f" (looked at {folder.absolute()})"
-    message = f"{name} is a file, and no folder" if folder.is_file() else f"there is no folder {name}{looked_at}"
+    message = f"{name} is a file, not a folder" if folder.is_file() else f"there is no folder {name}{looked_at}"
     return Problem(key, message, nearest=path_like(name, Path.is_dir))
 
 
 def require_readable(folder: Path, key: str) -> None:
-    """Raises RequestError, under `key`, naming each small file of a folder that is not what its name says."""
+    """Raise RequestError, under `key`, with every small file of a folder that cannot be read or has a wrong value."""
     require_regular_files(folder, key)
     problems = list[Problem]()
     for file in (folder / name for name in (*OBJECTS, *TEXTS) if (folder / name).exists()):
@@ -109,7 +109,7 @@ def require_readable(folder: Path, key: str) -> None:
 
 
 def _wrong_values(folder: Path, key: str) -> Iterator[Problem]:
-    """Values of a config that transformers reads without a look and that fail where they are first used."""
+    """Config values that transformers does not check when reading, and that fail on first use."""
     for name, checks in _VALUES.items():
         settings = read_object(folder / name, key) if (folder / name).exists() else {}
         for setting, (is_right, expected) in checks.items():
@@ -119,14 +119,14 @@ def _wrong_values(folder: Path, key: str) -> Iterator[Problem]:
 
 
 def read_object(file: Path, key: str) -> dict[str, Any]:
-    """The JSON object in a file. Raises RequestError, under `key`, where there is none."""
+    """The JSON object in a file. Raises RequestError, under `key`, if there is none."""
     try:
         found = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError([_damaged(file, key, one_line(error))]) from None
     if not isinstance(found, dict):
         kind = "null" if found is None else f"a {type(found).__name__}"
-        raise RequestError([_damaged(file, key, f"it holds {kind} where an object belongs")])
+        raise RequestError([_damaged(file, key, f"it holds {kind} instead of an object")])
     return found
 
 
@@ -143,7 +143,7 @@ def weight_files(folder: Path, key: str) -> list[Path]:
     if index.exists():
         listed = read_object(index, key).get("weight_map")
         if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-            raise RequestError([_damaged(index, key, "its weight_map does not say which file has which weight")])
+            raise RequestError([_damaged(index, key, "its weight_map does not map weights to files")])
         files = [index.parent / name for name in sorted(set(listed.values()))]
     elif (folder / SAFE_WEIGHTS_NAME).exists():
         files = [folder / SAFE_WEIGHTS_NAME]
@@ -156,8 +156,8 @@ def weight_files(folder: Path, key: str) -> list[Path]:
 
 
 def checkpoint_files(model: ModelParams) -> list[Path]:
-    """The safetensors files of `model.model_name`, those of a hub model downloaded where they are not yet; none where
-    the hub has no such files. Raises RequestError as `weight_files` does."""
+    """The safetensors files of `model.model_name`, downloaded if they are on the hub; empty if the hub has none. Raises
+    RequestError as `weight_files` does."""
     name = str(model.model_name)
     if (folder := local_folder(name)) is not None:
         return weight_files(folder, KEY)
@@ -168,7 +168,7 @@ def checkpoint_files(model: ModelParams) -> list[Path]:
         if index is not None:
             return [Path(file) for file in get_checkpoint_shard_files(name, index, **settings)[0]]
         whole = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **settings)
-    except Exception as error:  # the hub client and its cache raise many kinds
+    except Exception as error:  # the hub client and its cache raise many types
         raise RequestError([Problem(KEY, f"the weights of {name!r} do not load: {one_line(error)}")]) from None
     return [Path(whole)] if whole is not None else []
 
@@ -176,17 +176,17 @@ def checkpoint_files(model: ModelParams) -> list[Path]:
 def _no_weights(folder: Path, key: str) -> Problem:
     pickled = next((name for name in PICKLES if (folder / name).exists()), None)
     if pickled is not None:
-        message = f"the weights in {folder} are pickled ({pickled}), and reading a pickle can run any code"
+        message = f"the weights in {folder} are pickled ({pickled}), and reading a pickle can run arbitrary code"
         return Problem(key, message, expected="safetensors: load them where you trust them and save_pretrained again")
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     return Problem(key, f"{folder} has no weights; it has {found}", expected=SAFE_WEIGHTS_NAME)
 
 
 def _unreadable(file: Path, key: str) -> Problem | None:
-    """What is wrong with a file of weights as far as its header and its size tell."""
+    """Problem with a file of weights, judged by its header and size."""
     try:
         if not file.exists():
-            message = f"{file} is not there, and the index of its folder names it"
+            message = f"{file} is missing, and the index of its folder names it"
             return Problem(key, message, expected="the whole folder")
         open_regular(file).close()  # an index may name one anywhere
         with safe_open(file, framework="pt"):

@@ -1,4 +1,4 @@
-"""Where a run is assembled: on a real device, or on tensors without storage that stand for one; dtypes by name."""
+"""Devices of an assembly, real or simulated on meta tensors; and torch dtypes by name."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,9 +11,9 @@ from framework.schema.training import TrainingParams
 
 @dataclass(frozen=True)
 class Place:
-    """`device` holds the tensors; `kind` is the device whose rules the run follows.
+    """Where an assembly lives: `device` holds the tensors, `kind` is the device type whose rules apply.
 
-    A rehearsal has `device=meta` and, when it stands for a CUDA card, `kind="cuda"`.
+    A rehearsal has `device=meta` and, for a CUDA card, `kind="cuda"`.
     """
 
     device: torch.device
@@ -30,7 +30,7 @@ def real_place(device: torch.device) -> Place:
 
 
 def rehearsal_place(kind: Literal["cpu", "cuda"]) -> Place:
-    """A place without storage that follows the rules of `kind`."""
+    """The place of a rehearsal with the rules of `kind`."""
     return Place(torch.device("meta"), kind)
 
 
@@ -43,5 +43,5 @@ AUTOCAST_DTYPES = {MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: tor
 
 
 def autocast_dtype(training: TrainingParams) -> torch.dtype | None:
-    """The dtype that products are computed in where it is not the weights' own."""
+    """The dtype of autocast, None without."""
     return AUTOCAST_DTYPES.get(MixedPrecision(training.mixed_precision_dtype or "none"))

@@ -1,4 +1,4 @@
-"""Several processes that train one model: who this one is among them, and how they exchange tensors."""
+"""Ranks: the processes that train one model together, and the collectives between them."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,18 +11,18 @@ import torch.distributed
 from torch import Tensor
 
 COLLECTIVE = timedelta(minutes=30)
-"""How long a rank may be late in the middle of a step."""
+"""Timeout of a collective: how late a rank may be within a step."""
 
 
 class OutOfMemoryElsewhere(Exception):
-    """Another rank has run out of memory: this one is to undo what it did since they last met, too."""
+    """Another rank has run out of memory, so this one undoes its work since the last check-in too."""
 
 
 @dataclass(frozen=True)
 class Ranks:
     """This process among the `world` that train together; alone by default.
 
-    `local_rank` is its number among the `local_world` of its machine.
+    `local_rank` is its index among the `local_world` processes of its machine.
     """
 
     rank: int = 0
@@ -30,21 +30,21 @@ class Ranks:
     local_rank: int = 0
     local_world: int = 1
     meet: Callable[[], None] = field(default=lambda: None, compare=False)
-    """Waits for all ranks, for as long as it takes: not in a collective, which ends them when one is late."""
+    """Barrier without the timeout of a collective."""
     alike: int = 1
-    """Neighbours that compute the same from the same rows, so that sums count one of them."""
+    """Number of neighboring ranks that compute the same from the same rows, so that sums count one of them."""
     others: Any = field(default=None, compare=False)
-    """torch's process group of the ranks with other rows, of each `alike` neighbours one; None for all ranks."""
+    """torch's process group of the ranks with different rows, one of each `alike` neighbors; None for all ranks."""
     checks_in: bool = False
-    """Whether each tells the others, before they do anything together, that it has not run out of memory."""
+    """Whether ranks report to each other before each collective whether they have run out of memory."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one that logs and writes."""
+        """Whether this rank logs and writes."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor added up over all ranks' rows, in place; every rank must call this with one of the same shape.
+        """Sum the tensor in place over all ranks' rows; every rank must call this with the same shape.
 
         Raises OutOfMemoryElsewhere, as `check_in` does.
         """
@@ -54,13 +54,13 @@ class Ranks:
         return tensor
 
     def count(self, number: int, device: torch.device) -> int:
-        """A number added up over all ranks' rows. Waits for the device where there are several."""
+        """Sum of a number over all ranks' rows. Synchronizes with the device if there are several."""
         if self.world == self.alike:
             return number
         return int(self.sum(torch.tensor(number, device=device)))
 
     def any(self, here: bool, device: torch.device) -> bool:
-        """Whether it is so on some rank. Waits for the device where there are several."""
+        """Whether `here` is true on any rank. Synchronizes with the device if there are several."""
         if self.world == 1:
             return here
         self.check_in()
@@ -69,10 +69,10 @@ class Ranks:
         return bool(counted)
 
     def check_in(self, has_failed: bool = False) -> None:
-        """Tell all ranks whether this one has run out of memory since the last time; it takes no memory of the device
-        and does not wait for it. Every rank must call this equally often. Nothing happens unless they `checks_in`.
+        """Report to all ranks whether this one has run out of memory since the last call, without device memory or
+        synchronization. Every rank must call this equally often. Does nothing unless `checks_in`.
 
-        Raises OutOfMemoryElsewhere on those that have not, when some have.
+        Raises OutOfMemoryElsewhere on ranks that have not failed if another has.
         """
         if not self.checks_in:
             return
@@ -86,22 +86,22 @@ ALONE = Ranks()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard where it is split, else all of it."""
+    """This rank's shard of a tensor, or the tensor itself if it is not split."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def shard_number(tensor: Tensor) -> int:
-    """Which part of a split tensor this rank holds; 0 of one that is not split."""
+    """Index of this rank's shard of a tensor; 0 if it is not split."""
     mesh = getattr(tensor, "device_mesh", None)
     return 0 if mesh is None else int(mesh.get_local_rank(mesh.ndim - 1))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered where it is split: every rank must call this."""
+    """The full tensor, gathered if it is split: every rank must call this."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
-    from torch.distributed.tensor import Replicate  # takes seconds to import, and is there where a tensor is split
+    from torch.distributed.tensor import Replicate  # takes seconds to import, except where a tensor is split
 
     parts: Any = tensor
     dimensions = parts.device_mesh.ndim
@@ -112,13 +112,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Parallel(Protocol):
-    """A model that several ranks train together, as one callable."""
+    """Wrapper of a model that several ranks train together."""
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`function(model, *arguments)` within the forward pass of what wraps the model."""
+        """`function(model, *arguments)` within the wrapper's forward pass."""
         ...
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Within it forward and backward add to this rank's own gradients. Outside, backward leaves on every rank the
-        sum of all ranks' gradients (not the mean: the loss is divided by the terms of the whole global batch)."""
+        """Context in which backward accumulates into the rank's own gradients. Outside of it, backward leaves the sum
+        of all ranks' gradients on every rank (not the mean: the loss is divided by the terms of the whole global
+        batch)."""
         ...

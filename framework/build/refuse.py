@@ -1,4 +1,4 @@
-"""A config made in Python meets the rules that the command line checks before it starts anything."""
+"""Checks of a config made in Python, with the same rules as on the command line."""
 
 from typing import Literal
 
@@ -10,9 +10,9 @@ from framework.schema.rules.every import Needs, find_conflicts
 
 
 def refuse_impossible(config: TrainingConfig, devices: Literal["one", "any"]) -> None:
-    """Raises RequestError with every pair of keys that contradict each other.
+    """Raise RequestError with all contradictions between keys.
 
-    `devices` is "one" for what runs, "any" for what looks at one device's share.
+    `devices` is "one" for a run and "any" for an inspection of one device's share.
     """
     problems = [
         Problem(conflict.keys[0], conflict.message, expected=conflict.expected)

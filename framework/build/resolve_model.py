@@ -1,4 +1,4 @@
-"""A request's config with everything written out that follows from the model's own config."""
+"""Resolution of a config with the model's own config, and the checks that need it."""
 
 from transformers import PretrainedConfig
 
@@ -19,12 +19,12 @@ from framework.schema.rules.model import too_long
 
 
 def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
-    """The config with everything derived written out, and the model's own config that it was derived from.
+    """The config with all derived values filled in, and the model's own config that they come from.
 
-    Raises RequestError as `read_architecture` does, for rows longer than the model has positions, for a checkpoint's
-    dtype that cannot be trained as it is, or not on this card, where packed documents would see each other, where
-    matrices cannot be shared as asked, for terms of the model's own loss that are not built, and for a teacher that is
-    not one for this model.
+    Raises RequestError as `read_architecture` does, for rows longer than the model's positions, for a checkpoint dtype
+    that cannot be trained or not on this card, if packed documents would see each other, if tensor parallel does not
+    fit the model, for terms of the model's own loss that are not implemented, and for a teacher that does not fit the
+    model.
     """
     architecture = read_architecture(config)
     settings = architecture.get_text_config().to_dict()
@@ -44,7 +44,7 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     refuse_mixing(resolved, architecture)
     if resolved.fsdp.tensor_parallel_size > 1:
         from framework.build.parallel.tensor_parallel import (
-            refuse_unplanned,  # torch's tensors in parts take seconds to import
+            refuse_unplanned,  # torch's DTensor takes seconds to import
         )
 
         refuse_unplanned(resolved, architecture)

@@ -1,5 +1,5 @@
-"""Loss scaling for float16 autocast: a loss scaled up before backward keeps gradients too small for float16. And the
-flag `found_inf`, by which an update is left out on the device."""
+"""Loss scaling for float16 autocast, which keeps small gradients from underflowing; and the flag `found_inf`, by which
+the device skips an update."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,9 @@ from framework.schema.training import TrainingParams
 
 @dataclass
 class LossScale:
-    """torch's scaler, and how many optimizer steps it has skipped so far.
+    """torch's scaler with the number of optimizer steps skipped so far.
 
-    Without float16 autocast the scaler is disabled: it hands everything through as it is.
+    Without float16 autocast the scaler is disabled and passes everything through.
     """
 
     scaler: torch.amp.GradScaler
@@ -28,10 +28,10 @@ class LossScale:
         return self.scaler.is_enabled()
 
     def skip(self) -> bool:
-        """Lower the scale after gradients that are not finite; whether that may help, so that the step is skipped.
+        """Lower the scale after non-finite gradients. Returns whether that may help, so that the step is skipped.
 
-        At a scale of 1 or less the gradients overflow by themselves; a scale that stays as it was saw finite
-        gradients, of which only the norm overflows. Neither is the scale's doing. Call it after `unscale_`.
+        It does not help at a scale of 1 or less, or if the gradients were finite and only their norm overflowed, in
+        which case the scale stays. Call it after `unscale_`.
         """
         if not self.enabled:
             return False
@@ -43,16 +43,16 @@ class LossScale:
         return True
 
     def forget_step(self) -> None:
-        """Have a step that failed half way leave no note that its gradients were unscaled."""
+        """Discard the record that the gradients of a failed step were unscaled."""
         if self.enabled:
             self.scaler._per_optimizer_states.clear()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain numbers (a scale is a power of two); empty when disabled."""
+        """State for a checkpoint, as plain numbers (a scale is a power of two); empty if disabled."""
         return {**self.scaler.state_dict(), "skipped": self.skipped} if self.enabled else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; an empty one, of a run without float16, changes nothing."""
+        """Restore `state`; an empty one, of a run without float16, changes nothing."""
         if state and self.enabled:
             self.scaler.load_state_dict({key: value for key, value in state.items() if key != "skipped"})
             self.skipped = state["skipped"]
@@ -60,14 +60,14 @@ class LossScale:
 
 def build_loss_scale(training: TrainingParams, place: Place) -> LossScale:
     """torch's scaler with its defaults, enabled for float16 autocast alone: bfloat16 has the range of float32."""
-    # of the kind torch only asks whether CUDA is there, which a rehearsal need not have
+    # torch uses the kind only to ask whether CUDA is available, which a rehearsal does not need
     kind = "cpu" if place.rehearsed else place.kind
     return LossScale(torch.amp.GradScaler(kind, enabled=training.mixed_precision_dtype == MixedPrecision.FP16))
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all parts of an optimizer read `found_inf` on the device."""
-    # torch sets this where `step` looks at `found_inf` by itself (torch/optim/adam.py).
+    # torch sets this if `step` itself reads `found_inf` (torch/optim/adam.py).
     return all(
         hasattr(part, "found_inf") or bool(getattr(part, "_step_supports_amp_scaling", False))
         for part in _parts(optimizer)
@@ -75,7 +75,7 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def found_inf_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
-    """The scalar that the optimizer reads, float32 on `device`; made, as 0, when first asked for."""
+    """The `found_inf` scalar that the optimizer reads, float32 on `device`; created as 0 on first use."""
     parts = _parts(optimizer)
     found: Tensor | None = getattr(parts[0], "found_inf", None)
     if found is None:
@@ -86,7 +86,7 @@ def found_inf_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Tens
 
 
 def forget_skipped_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Begin anew after steps that changed nothing: the scalar is 0, and counts on the host are those before them."""
+    """Reset after skipped steps: the scalar to 0, and step counts on the host to their values before them."""
     for part in _parts(optimizer):
         if isinstance(part, AnyPrecisionAdamW):
             part.take_back_skipped_steps()

@@ -1,6 +1,6 @@
-"""The learning rate as a function of the optimizer step. Nothing here counts processes or micro batches.
+"""The learning-rate schedule: a function of the optimizer step alone, independent of processes and micro batches.
 
-The shapes are those of `transformers.get_scheduler` by their names.
+The shapes are those of `transformers.get_scheduler`, with the same names.
 """
 
 import math
@@ -11,13 +11,14 @@ from framework.schema.plural import counted
 from framework.schema.training import TrainingParams
 
 INVERSE_SQRT_TIMESCALE = 10_000
-"""Steps in which `inverse_sqrt` falls to 1/sqrt(2) without warm-up (transformers' default); with warm-up, as many as
-that has."""
+"""Steps in which `inverse_sqrt` falls to 1/sqrt(2) without warm-up (transformers' default); with warm-up its length is
+used."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rate of each optimizer step 1..total: linear warm-up to `peak`, reached at step `warmup`, then the shape.
+    """Learning rate of each optimizer step 1..total: linear warm-up to `peak`, reached at step `warmup`, then the
+    shape.
 
     No step has rate zero: the shape falls towards `floor` and would reach it one step after the last.
     """
@@ -30,7 +31,7 @@ class Schedule:
     cycles: int = 1
     power: float = 1.0
     decay: int = 0
-    """Last steps in which `warmup_stable_decay` falls."""
+    """Number of last steps in which `warmup_stable_decay` falls."""
 
     def rate(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 1."""
@@ -39,7 +40,7 @@ class Schedule:
         return self.floor + (self.peak - self.floor) * self._height(step - 1 - self.warmup)
 
     def _height(self, after: int) -> float:
-        """Share of the way from the floor to the peak, `after` so many steps behind warm-up."""
+        """Height between floor (0) and peak (1), `after` steps after warm-up."""
         rest = max(1, self.total - self.warmup)
         progress = min(1.0, after / rest)
         match self.shape:

@@ -1,11 +1,11 @@
-"""Random numbers that a resumed run draws again: counted, not carried on."""
+"""Counter-based random numbers, so that a resumed run draws the same ones without stored generator states."""
 
 import torch
 from torch import Tensor
 
 
 def mixed(seed: int, step: int, number: int) -> int:
-    """A 31-bit seed of its own for each (run, step, parameter): the finalizer of MurmurHash3 over the three."""
+    """A 31-bit seed for (run, step, parameter), by the finalizer of MurmurHash3."""
     value = (seed * 0x9E3779B1 + step * 0x85EBCA77 + number * 0xC2B2AE3D) & 0xFFFFFFFF
     value = ((value ^ value >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
     value = ((value ^ value >> 13) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -13,8 +13,9 @@ def mixed(seed: int, step: int, number: int) -> int:
 
 
 SPREAD, FACTORS = 0x9E3779B1, (0x7FEB352D, 0x846CA68B)
-"""Of `random_bits`: the golden ratio, and the factors of the integer hash `lowbias32` (Wellons, hash-prospector, 2018),
-of 16 operations an element where Philox takes some 80: a kernel that draws for each element stays bound by memory."""
+"""Constants of `random_bits`: the golden ratio, and the factors of the integer hash `lowbias32` (Wellons,
+hash-prospector, 2018). It takes 16 operations an element, Philox some 80, so a kernel that draws for each element stays
+memory-bound."""
 
 
 def random_bits(seed: int, begin: int, end: int, device: torch.device) -> Tensor:
@@ -28,5 +29,5 @@ def random_bits(seed: int, begin: int, end: int, device: torch.device) -> Tensor
 
 
 def _signed(factor: int) -> int:
-    """The same 32 bits as an int32 has them."""
+    """The 32 bits as a signed int32."""
     return factor - (1 << 32) if factor >> 31 else factor

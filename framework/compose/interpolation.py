@@ -1,7 +1,7 @@
-"""`${section.key}` in values: it may refer to a key that holds one plain value, and to nothing else.
+"""`${section.key}` references in values, which may refer only to a key with a scalar value.
 
-OmegaConf parses and resolves; here is only what is refused before it does. Resolvers would read the environment or call
-code, references to whole sections and long chains would let a small file grow without bound.
+OmegaConf parses and resolves them; this module refuses others before. Resolvers could read the environment or call
+code, and references to sections and long chains could let a small file grow without bound.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
 from omegaconf.grammar_parser import parse
 
 MAX_TEXT = 8192
-"""Characters that all texts that refer to keys may have together: OmegaConf's parser takes 0.1 ms for each."""
+"""Maximum characters of all texts with references together: OmegaConf's parser takes 0.1 ms per character."""
 MAX_RESULT = 65536
-"""Characters such a text may grow to."""
+"""Maximum characters of a resolved text."""
 
 
 def fault(value: object, room: int) -> str | None:
-    """Why a written value cannot stand whatever else is written, or None. `room` is what is left of MAX_TEXT."""
+    """Why a written value is invalid by itself, or None. `room` is the rest of MAX_TEXT."""
     if value == "???":
-        return "`???` is left to be filled in: write a value"
+        return "`???` is a placeholder: write a value"
     if not isinstance(value, str) or "${" not in value:
         return None
     if len(value) > room:
@@ -36,22 +36,22 @@ def fault(value: object, room: int) -> str | None:
 
 
 def over(low: Any, high: Any) -> Any:
-    """What is written over the defaults, so that references can see every key."""
+    """The written values merged over the defaults, so that references can see all keys."""
     if not (isinstance(low, Mapping) and isinstance(high, Mapping)):
         return high
     return {**low, **{name: over(low.get(name), value) for name, value in high.items()}}
 
 
 def resolve(whole: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """`written` with each reference replaced by what it refers to in `whole`."""
+    """`written` with each reference replaced by its value in `whole`."""
     resolved: dict[str, Any] = _like(OmegaConf.to_container(OmegaConf.create(dict(whole)), resolve=True), written)
     return resolved
 
 
 def growth(text: str, whole: Mapping[str, Any], known: dict[str, int], trail: tuple[str, ...] = ()) -> int:
-    """Characters the text has once resolved, at most MAX_RESULT + 1. `known` keeps what was found on the way.
+    """Length of the resolved text, at most MAX_RESULT + 1. `known` caches lengths by reference.
 
-    Raises ValueError when a reference leads nowhere or round.
+    Raises ValueError for a reference to a missing key or a cycle.
     """
     total = len(text)
     for reference in _references(text):
@@ -71,7 +71,7 @@ def _references(text: str) -> tuple[str, ...]:
         tree = parse(text)
     except (GrammarParseError, RecursionError):
         raise ValueError(
-            "has a `${` that is no reference such as `${training.seed}`; write `\\${` for the text"
+            "has a `${` that is not a reference such as `${training.seed}`; write `\\${` for the text"
         ) from None
     found: list[str] = []
     _collect(tree, found)

@@ -1,7 +1,7 @@
-"""The layers of a request, low to high: the detected card, what presets suggest, the recipe's presets, its body,
+"""The layers of a request, low to high: the detected card, suggestions of presets, the recipe's presets, its body,
 presets and keys of the command line.
 
-Each holds only keys the schema knows; what a higher layer makes meaningless is gone from the lower ones.
+Each holds only known keys; values that a higher layer replaces are removed from lower ones.
 """
 
 import os
@@ -27,16 +27,16 @@ ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
     (("training", "gradient_accumulation_steps"), ("training", "global_batch_size")),
     (("training", "global_batch_size"), ("training", "gradient_accumulation_steps")),
 )
-"""Writing the first in a higher layer drops the second from the lower ones: they say the same thing twice."""
+"""Writing the first in a higher layer drops the second from lower ones, since both set the same."""
 ARCHITECTURE: Path = ("model", "architecture")
 NAME: Path = ("gpu", "name")
 SUGGESTED: Path = ("unless_written",)
-"""Section of a preset with values for keys that no recipe, other part of a preset or command line writes."""
+"""Section of a preset with values for keys that nothing else writes."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One source of written values. Layers of equal rank count as one where a higher drops from a lower."""
+    """One source of written values. Layers of equal rank do not drop values from each other."""
 
     rank: int
     tree: Node
@@ -49,9 +49,9 @@ def gather(
     problems: list[Problem],
     warnings: list[Problem],
 ) -> list[Layer]:
-    """All layers of a request. What is unknown becomes a problem and is left out.
+    """All layers of a request. Unknown keys become problems and are left out.
 
-    Raises RequestError with the problems so far when the recipe itself cannot be read.
+    Raises RequestError with the problems so far if the recipe itself cannot be read.
     """
     body = read(recipe.file, recipe.label, "recipe", problems)
     if body is None:
@@ -76,7 +76,8 @@ def gather(
 
 
 def _suggested(trees: list[Node | None], body: Node, problems: list[Problem]) -> Iterator[tuple[int, Node]]:
-    """The suggestions of presets, taken out of their trees. Of rank 0: no word of the command line takes it back."""
+    """The suggestions of presets, removed from their trees; at rank 0, which `~key` on the command line does not
+    drop."""
     for index, tree in enumerate(trees):
         if tree is None or tree is body or (found := tree.at(SUGGESTED)) is None:
             continue
@@ -88,7 +89,7 @@ def _suggested(trees: list[Node | None], body: Node, problems: list[Problem]) ->
 
 
 def settle(layers: list[Layer], words: Words, problems: list[Problem]) -> list[Layer]:
-    """Folds appended lists, applies the words of the command line, and drops what a higher layer replaces."""
+    """Resolve appended lists, apply the command line's keys, and drop values that a higher layer replaces."""
     settled: list[Layer] = []
     for layer in layers:
         settled.append(replace(layer, tree=_appended(layer.tree, root(), (), settled, problems)))
@@ -107,12 +108,12 @@ def settle(layers: list[Layer], words: Words, problems: list[Problem]) -> list[L
 
 
 def highest(layers: Sequence[Layer], path: Path) -> Node | None:
-    """What the topmost layer that writes `path` writes there."""
+    """The value of `path` in the topmost layer that writes it."""
     return next((node for layer in reversed(layers) if (node := layer.tree.at(path)) is not None), None)
 
 
 def list_warnings(layers: Sequence[Layer]) -> Iterator[Problem]:
-    """One for each list of a preset that takes the place of a list that is not empty."""
+    """A warning for each preset's list that replaces a non-empty list."""
     for index, layer in enumerate(layers):
         for path, node in leaves(layer.tree):
             lower = highest(layers[:index], path)
@@ -131,18 +132,18 @@ def _preset(
     problems: list[Problem],
     warnings: list[Problem],
 ) -> Node | None:
-    """The tree that a choice stands for. Several names are unlike cards: the smallest one's facts and their number."""
+    """The tree of a chosen preset. Several names are different cards: the smallest one's facts, and their number."""
     if choice is None:
         return None
     known = shipped.presets(group, folders)
     if choice.is_optional and not set(choice.names) <= set(known):
-        message = f"there is no preset {', '.join(choice.names)}, and the recipe calls it optional: nothing is chosen"
+        message = f"there is no preset {', '.join(choice.names)}; it is optional, so none is used"
         warnings.append(Problem(group, message, choice.origin.place))
         return None
     trees = [_one_preset(group, name, choice.origin, known, problems) for name in choice.names]
     for name in choice.names:
         if name in known and known[name].hides:
-            warnings.append(Problem(group, f"{known[name].label} is read, not the shipped preset of that name"))
+            warnings.append(Problem(group, f"{known[name].label} is used instead of the shipped preset of that name"))
     if len(trees) == 1 or None in trees:
         return trees[0]
     if group != "gpu":
@@ -167,7 +168,7 @@ def _one_preset(
         if tree and "defaults" in (tree.mapping or {}):
             problems.append(Problem("defaults", "only a recipe has `defaults:`, a preset does not", f"{label}:1"))
         card = tree.at(("gpu",)) if tree and group == "gpu" else None
-        if tree and card and card.mapping and "name" not in card.mapping:  # else the facts are those of the CPU
+        if tree and card and card.mapping and "name" not in card.mapping:  # else it would be the CPU
             tree = tree.replaced(NAME, Node(name if name in known else path.stem, Origin("group", label)))
         return tree.without(("defaults",)).without(("nvidia_smi",)) if tree else None
     facts = card_of_size(name) if group == "gpu" and not is_path else None
@@ -190,14 +191,14 @@ def _named_card(
     preset: Callable[[str, Choice], Node | None],
     problems: list[Problem],
 ) -> list[Layer]:
-    """The facts of a card that `gpu.name` names and no preset was chosen for. A card of one's own has facts next to its
-    name; one without any, and the name of another card than the one that was chosen, are problems."""
+    """Facts of the card named by `gpu.name` if no preset was chosen. A card of the user's own needs facts in addition
+    to its name; a name without facts, or of another card than the chosen one, is a problem."""
     if not isinstance(name.value, str):
-        return []  # which the schema refuses
+        return []  # refused by the schema
     word, place = name.value, name.origin.place
     is_known = word in shipped.presets("gpu") or card_of_size(word) is not None
     if chosen is not None and (is_known and word not in chosen.names):
-        message = f"names another card than gpu={','.join(chosen.names)}, whose facts are planned with"
+        message = f"differs from gpu={','.join(chosen.names)}, whose facts the plan uses"
         problems.append(Problem(dotted(NAME), message, place, f"gpu={word}"))
         return []
     if is_known and chosen is None:
@@ -207,13 +208,13 @@ def _named_card(
     if chosen is None and not facts - {"name", "count"}:
         message = f"no card is called {word!r}, and no facts of it are given"
         nearest = size_meant(word) or shipped.nearest(word, shipped.presets("gpu"))
-        expected = "a card of `tunesmith list gpus`, or its usable_bytes and capability next to the name"
+        expected = "a card of `tunesmith list gpus`, or its usable_bytes and capability in addition"
         problems.append(Problem(dotted(NAME), message, place, expected, nearest))
     return []
 
 
 def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:
-    """The tree without what the schema has no place for; each such key is a problem where it stands."""
+    """The tree without unknown keys, each of which becomes a problem."""
     node = _sets_as_list(node) if path == ("data", "eval") else node
     if key.is_list and node.sequence is not None and key.children:
         return Node(
@@ -232,7 +233,7 @@ def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:
             if len(problems) <= MAX_PROBLEMS:
                 problems.append(_unknown(here, child.origin))
         elif child.value is None and not path:
-            continue  # a section with nothing under it writes nothing
+            continue  # an empty section writes nothing
         elif below.children and not below.is_list and child.mapping is None and child.value is not None:
             is_preset = not path and name in shipped.GROUPS and child.value in [*shipped.presets(name)]
             nearest = f"defaults: [{{{name}: {child.value}}}]" if is_preset else None
@@ -251,7 +252,7 @@ def _unknown(path: Path, origin: Origin) -> Problem:
 
 
 def _appended(node: Node, key: Key, path: Path, lower: Sequence[Layer], problems: list[Problem]) -> Node:
-    """The tree with `{append: [..]}` turned into the whole list: what lower layers hold, then these items."""
+    """The tree with `{append: [..]}` resolved: the items of lower layers, then these."""
     if key.is_list and node.mapping is not None:
         extra = node.mapping.get("append")
         if extra is None or extra.sequence is None or len(node.mapping) > 1:
@@ -270,9 +271,9 @@ def _appended(node: Node, key: Key, path: Path, lower: Sequence[Layer], problems
 
 
 def _replaced(layers: list[Layer]) -> list[Layer]:
-    """The layers without what the last one makes meaningless below it."""
+    """The layers without values that the last one replaces."""
     *lower, top = layers
-    whole = [ARCHITECTURE] if top.tree.at((*ARCHITECTURE, "model_type")) else []  # not a change of one
+    whole = [ARCHITECTURE] if top.tree.at((*ARCHITECTURE, "model_type")) else []  # if complete
     twice = [other for key, other in ALTERNATIVES if (node := top.tree.at(key)) and node.value is not None]
     changed = []
     for layer in lower:
@@ -285,7 +286,7 @@ def _replaced(layers: list[Layer]) -> list[Layer]:
 
 
 def _unlike(low: Node, high: Node, path: Path) -> Iterator[Path]:
-    """Where one holds a mapping or list and the other does not: there is nothing to merge, the higher one stands."""
+    """Paths where only one of the trees has a mapping or list, so that the higher replaces the lower."""
     if low.mapping is not None and high.mapping is not None:
         for name in low.mapping.keys() & high.mapping.keys():
             yield from _unlike(low.mapping[name], high.mapping[name], (*path, name))
@@ -294,7 +295,7 @@ def _unlike(low: Node, high: Node, path: Path) -> Iterator[Path]:
 
 
 def _placed(path: Path, node: Node, layers: Sequence[Layer], problems: list[Problem]) -> Node:
-    """A tree that holds `node` at `path`. An index changes one item of the list that lower layers hold."""
+    """A tree with `node` at `path`. An index changes one item of the lower layers' list."""
     index = next((position for position, part in enumerate(path) if isinstance(part, int)), None)
     empty = Node({}, node.origin)
     if index is None:
@@ -309,8 +310,8 @@ def _placed(path: Path, node: Node, layers: Sequence[Layer], problems: list[Prob
 
 
 def _sets_as_list(node: Node) -> Node:
-    """The sources that `data.eval` as a mapping of names to lists stands for, each with the name of its set; anything
-    else as it is, to be judged as a list."""
+    """`data.eval` as a list of sources with set names, if it is a mapping of names to lists; anything else
+    unchanged."""
     sets = node.mapping or {}
     if not sets or any(own.sequence is None for own in sets.values()) or "append" in sets:
         return node

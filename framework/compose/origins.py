@@ -1,4 +1,4 @@
-"""Written values and where each was written."""
+"""Trees of written values with the origin of each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ Kind = Literal["default", "group", "recipe", "command line"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Who set a value: the schema, a preset, the recipe's body, or the command line."""
+    """Source of a value: the schema, a preset, the recipe's body, or the command line."""
 
     kind: Kind
     where: str = ""
-    """`file:line` of a recipe or preset, the word typed on the command line, for a default what it follows from."""
+    """`file:line` of a recipe or preset, the override on the command line, or the source of a default."""
 
     @property
     def place(self) -> str:
-        """As a problem names it: `file:line`, `preset file:line` or `command line`."""
+        """Location for a problem: `file:line`, `preset file:line` or `command line`."""
         return {"group": f"preset {self.where}", "recipe": self.where}.get(self.kind, self.kind)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Node:
         return self.value if isinstance(self.value, list) else None
 
     def plain(self) -> Any:
-        """The value alone, made of dicts, lists and scalars."""
+        """The value without origins, as dicts, lists and scalars."""
         if self.mapping is not None:
             return {name: child.plain() for name, child in self.mapping.items()}
         return [item.plain() for item in self.sequence] if self.sequence is not None else self.value
@@ -63,7 +63,7 @@ class Node:
         return node
 
     def without(self, path: Path) -> "Node":
-        """This tree without what stands at `path`."""
+        """This tree without the value at `path`."""
         if self.mapping is None or path[0] not in self.mapping:
             return self
         rest = {name: child for name, child in self.mapping.items() if name != path[0] or len(path) > 1}
@@ -72,7 +72,7 @@ class Node:
         return Node(rest, self.origin)
 
     def replaced(self, path: Path, node: "Node") -> "Node":
-        """This tree with `node` at `path`; mappings on the way are made where they are missing."""
+        """This tree with `node` at `path`; missing mappings are created."""
         if not path:
             return node
         if isinstance(path[0], int):
@@ -85,14 +85,14 @@ class Node:
 
 
 def node_of(value: Any, origin: Origin) -> Node:
-    """A plain value as nodes that all share one origin."""
+    """A plain value as nodes with the same origin."""
     if isinstance(value, dict):
         return Node({str(name): node_of(child, origin) for name, child in value.items()}, origin)
     return Node([node_of(item, origin) for item in value] if isinstance(value, list | tuple) else value, origin)
 
 
 def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Every value that is not a mapping, lists both as a whole and item by item."""
+    """All values except mappings; lists as a whole and item by item."""
     if node.mapping:
         for name, child in node.mapping.items():
             yield from leaves(child, (*path, name))

@@ -1,4 +1,4 @@
-"""The words after the recipe on the command line, parsed by Hydra's override grammar."""
+"""Overrides on the command line, parsed by Hydra's override grammar."""
 
 import os
 import re
@@ -19,19 +19,19 @@ from framework.schema.keys import Path, dotted, key_at, keys_next_to, unknown
 
 COMMAND_LINE = "command line"
 FOLDER = "config_dir"
-"""The word that names a folder of presets."""
+"""Override that names a folder of presets."""
 MAX_WORD = 8192
-"""Characters; Hydra's parser is in Python and takes up to 0.1 ms for each."""
+"""Maximum characters of an override: Hydra's parser takes up to 0.1 ms per character."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`group=choice`. A list is a machine with cards of several kinds."""
+    """`group=choice`. A list means one machine with different cards."""
 
     names: tuple[str, ...]
     origin: Origin
     is_optional: bool = False
-    """Whether nothing is chosen where there is no such preset."""
+    """Whether a missing preset is ignored."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,23 @@ class Write:
 
 @dataclass(frozen=True)
 class Words:
-    """What the command line asks for."""
+    """Parsed overrides of the command line."""
 
     choices: dict[str, Choice | None]
     """None: the recipe's choice of that group is dropped."""
     writes: list[Write]
     replaced: list[Problem]
-    """Values that a later word gives another: the last counts, and it is a warning."""
+    """Warnings about overrides that a later one replaces."""
     folders: tuple[File, ...] = ()
     """Folders of presets of the user's own (`config_dir=`)."""
 
 
 def parse(words: Sequence[str], problems: list[Problem]) -> Words:
-    """Group choices and writes, in the order typed; a problem for each word that is neither, and for a second choice
-    of a group. `config_dir=DIR` names a folder of presets.
+    """Parse group choices and writes, in the order typed, with a problem for each invalid override and each second
+    choice of a group. `config_dir=DIR` names a folder of presets.
 
-    `+key=` and `++key=` mean `key=`. Nothing may reach Hydra's own namespace, and a list of values is a sweep, which
-    is refused, except that `gpu=a,b` names unlike cards of one machine.
+    `+key=` and `++key=` mean `key=`. Hydra's own namespace is refused, and so is a list of values, which is a sweep,
+    except that `gpu=a,b` names different cards of one machine.
     """
     choices: dict[str, Choice | None] = {}
     writes: list[Write] = []
@@ -93,16 +93,16 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
             writes.append(Write(path, node_of({"append": value} if appends else value, origin)))
         earlier = typed.setdefault(dotted(path), _shown(word))
         if not (group or appends) and earlier != _shown(word):
-            message = f"`{earlier}` has no effect: `{_shown(word)}` stands after it"
+            message = f"`{earlier}` has no effect: `{_shown(word)}` comes after it"
             replaced.append(Problem(dotted(path), message, COMMAND_LINE))
             typed[dotted(path)] = _shown(word)
     return Words(choices, writes, replaced, folders)
 
 
 def listed(words: Sequence[str], takes_cards: bool) -> tuple[str, dict[str, list[str]]] | None:
-    """The key that has a list of values, and for each of them the words with it alone; None where no key has a list.
+    """The key with a list of values, and for each value the overrides with it alone; None if there is no list.
 
-    `gpu=a,b` names the cards of one machine, unless it `takes_cards` one by one. Raises RequestError for two such keys.
+    `gpu=a,b` is one machine, unless `takes_cards` makes it a list too. Raises RequestError for two such keys.
     """
     found: dict[int, list[str]] = {}
     for place, word in enumerate(words):
@@ -112,7 +112,7 @@ def listed(words: Sequence[str], takes_cards: bool) -> tuple[str, dict[str, list
             is_list = override is not None and override.is_sweep_override() and not names_folder(word)
             if override is not None and is_list and (takes_cards or key != "gpu"):
                 found[place] = list(override.sweep_string_iterator())
-        except (HydraException, ValueError, RecursionError):  # which composing tells
+        except (HydraException, ValueError, RecursionError):  # reported when composing
             continue
     first, *others = found or [-1]
     if others:
@@ -125,40 +125,40 @@ def listed(words: Sequence[str], takes_cards: bool) -> tuple[str, dict[str, list
 
 
 def group_of(path: Path) -> str | None:
-    """The group that a word without a dot chooses from."""
+    """The group of an override without a dot, if it is one."""
     return path[0] if len(path) == 1 and isinstance(path[0], str) and path[0] in GROUPS else None
 
 
 def path_of(key: str) -> Path:
-    """`data.train[0].path` and `data.train.0.path` are the same place."""
+    """The path of a key; `data.train[0].path` and `data.train.0.path` are the same."""
     parts = re.sub(r"\[(\d{1,4})\]", r".\1", key).split(".")
     return tuple(int(part) if re.fullmatch(r"\d{1,4}", part) else part for part in parts)
 
 
 def fault(word: str, path: Path, has_value: bool, deletes: bool, following: str = "") -> Problem | None:
-    """What is wrong with the word before its value is looked at. `following` is the word typed after it."""
+    """Problem of an override apart from its value. `following` is the next argument."""
     shown = _shown(word)
     name = str(path[0])
     if name == "hydra" or name.startswith(("hydra/", "hydra:", "hydra@")):
-        expected = "launcher and sweeper settings beside -m, nothing else"
+        expected = "only launcher and sweeper settings, with -m"
         return Problem(shown, "Hydra's own settings cannot be set", COMMAND_LINE, expected)
     if len(word) > MAX_WORD:
         return Problem(shown, f"is longer than {MAX_WORD} characters: write it in a file", COMMAND_LINE)
     if group_of(path) is None and key_at(path) is None:
         message, nearest = unknown(path)
-        beside = None if nearest else keys_next_to(path)
+        expected = None if nearest else keys_next_to(path)
         if path == ("",) or not (has_value or nearest or deletes):
-            message, beside = f"`{shown}` is no `key=value`", "`key=value`, without spaces around the `=`"
-        return Problem(shown.partition("=")[0], message, COMMAND_LINE, beside, nearest)
+            message, expected = f"`{shown}` is not `key=value`", "`key=value`, without spaces around the `=`"
+        return Problem(shown.partition("=")[0], message, COMMAND_LINE, expected, nearest)
     if not has_value and not deletes:
         value = following.lstrip("=")
         is_value = value and "=" not in value and key_at(path_of(value)) is None
         expected = f"`{shown}=value`, without spaces around the `=`"
         return Problem(shown, "the `=` is missing", COMMAND_LINE, expected, f"{shown}={value}" if is_value else None)
     if deletes and isinstance(path[-1], int):
-        return Problem(shown, "`~` takes a whole key, not one item", COMMAND_LINE, f"`~{dotted(path[:-1])}`")
+        return Problem(shown, "`~` takes a key, not one item of a list", COMMAND_LINE, f"`~{dotted(path[:-1])}`")
     if has_value and deletes:
-        return Problem(shown, "`~` returns a key to its default and takes no value", COMMAND_LINE, f"`~{dotted(path)}`")
+        return Problem(shown, "`~` resets a key to its default and takes no value", COMMAND_LINE, f"`~{dotted(path)}`")
     return None
 
 
@@ -173,11 +173,11 @@ def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
     except (HydraException, ValueError, RecursionError) as error:
         parts = [part.strip() for part in raw.split(",")]
         if "" in parts and not set("[{(\"'") & set(raw):
-            meant = ",".join(filter(None, parts))
-            nearest = f"{word.partition('=')[0]}={meant}" if meant else None
-            return None, Problem(shown, "nothing stands before or after a comma", COMMAND_LINE, None, nearest)
+            fixed = ",".join(filter(None, parts))
+            nearest = f"{word.partition('=')[0]}={fixed}" if fixed else None
+            return None, Problem(shown, "a value is missing before or after a comma", COMMAND_LINE, None, nearest)
         detail = str(error).partition("\n")[0][:80]
-        expected = "special characters in quotes, and those kept from the shell: key='\"a=b\"'"
+        expected = "special characters in quotes that the shell does not remove: key='\"a=b\"'"
         nearest = (
             f"""{word.partition("=")[0]}='"{raw}"'""" if not set("'\"\\[{(") & set(raw) and len(raw) < 80 else None
         )
@@ -188,14 +188,14 @@ def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
         message, expected = "several values are a sweep, which needs -m", "one value, or a list `[a,b]`"
         return None, Problem(shown, message, COMMAND_LINE, expected)
     if (group := group_of(path)) and not isinstance(value, str | int | float):
-        message = f"`{group}=` chooses a preset; a section is not set as a whole"
+        message = f"`{group}=` chooses a preset; a section cannot be set as a whole"
         expected = f"`{group}=preset`, or one key at a time: `{group}.key=value`"
         return None, Problem(shown, message, COMMAND_LINE, expected)
     return value, None
 
 
 def _folders(words: Sequence[str], problems: list[Problem]) -> Iterator[File]:
-    """The folders of presets; a problem for each that is none."""
+    """Folders of presets, with a problem for each that does not exist."""
     for written in (word.partition("=")[2].strip() for word in words if names_folder(word)):
         folder = File(os.path.expanduser(written))
         if written and folder.is_dir():
@@ -208,7 +208,7 @@ def _folders(words: Sequence[str], problems: list[Problem]) -> Iterator[File]:
 
 
 def names_folder(word: str) -> bool:
-    """Whether the word is `config_dir=DIR`, in which a comma is a part of the name."""
+    """Whether the override is `config_dir=DIR`, where a comma is part of the name."""
     return word.strip().startswith(f"{FOLDER}=")
 
 

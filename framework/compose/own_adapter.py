@@ -1,6 +1,6 @@
-"""`peft.adapter_path`: what the config of a trained adapter says decides over presets and defaults.
+"""`peft.adapter_path`: the config of a trained adapter overrides presets and defaults.
 
-What the recipe's body or the command line write must agree with it. Its targets are compared when it is built.
+Values of the recipe's body and the command line must agree with it. Its targets are compared when it is built.
 """
 
 import os
@@ -22,7 +22,7 @@ from framework.schema.keys import dotted
 
 KEY: Key = ("peft", "adapter_path")
 BASE_RECORD = "base_model.json"
-"""What the base of an adapter was: see framework/build/loading/bases.py."""
+"""Record of an adapter's base: see framework/build/loading/bases.py."""
 _METHODS = {
     "LORA": PeftMethod.LORA,
     "VERA": PeftMethod.VERA,
@@ -30,7 +30,7 @@ _METHODS = {
     "PREFIX_TUNING": PeftMethod.PREFIX,
     "PROMPT_TUNING": PeftMethod.PROMPT,
 }
-"""peft's `peft_type`, with our method."""
+"""peft's `peft_type` -> our method."""
 _NUMBERS = {
     "r": "lora_r",
     "lora_alpha": "lora_alpha",
@@ -38,14 +38,14 @@ _NUMBERS = {
     "alpha_pattern": "alpha_pattern",
     "num_virtual_tokens": "num_virtual_tokens",
 }
-"""Keys of peft's config with ours, of what is as large or counts as much as the adapter says."""
+"""peft's keys -> ours, for sizes and scales that the adapter determines."""
 _LISTS = {
     "exclude_modules": "lora_exclude_modules",
     "layers_to_transform": "layers_to_transform",
     "modules_to_save": "lora_modules_to_save",
 }
 _FREE = {"lora_dropout": "lora_dropout", "vera_dropout": "lora_dropout"}
-"""What a recipe may change."""
+"""peft's keys -> ours, for values that a recipe may change."""
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "lora_bias": (None, False),
@@ -57,13 +57,13 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "encoder_hidden_size": (None,),
     "prefix_projection": (None, False),
 }
-"""peft's settings with the values that are trained here; an adapter that takes its start out of the base's weights
-(`init_lora_weights: pissa`) belongs on a base that is not the one that is loaded."""
+"""peft's settings with the supported values; an adapter whose initial values were subtracted from the base
+(`init_lora_weights: pissa`) needs that modified base."""
 
 
 def with_own_adapter(layers: list[Layer], problems: list[Problem], warnings: list[Problem]) -> list[Layer]:
-    """The layers with what the adapter named by `peft.adapter_path` says below them, and without what presets say of
-    the same. A problem for each written value that differs, and where there is no such adapter."""
+    """The layers with the adapter's own values below them, in place of presets' values. Adds a problem for each written
+    value that differs, and for a missing adapter."""
     path, use = highest(layers, KEY), highest(layers, ("training", "use_peft"))
     if path is None or not isinstance(path.value, str) or not path.value or (use is not None and use.value is False):
         return layers
@@ -77,7 +77,7 @@ def with_own_adapter(layers: list[Layer], problems: list[Problem], warnings: lis
     kept = [replace(layer, tree=_without_presets(layer.tree, own)) for layer in layers]
     problems.extend(_differences(kept, own, folder))
     sections: dict[str, Any] = {"peft": own, "training": {"use_peft": True}}
-    # The adapter's base where no model is written, and the tokenizer that was saved with it where none is.
+    # The adapter's base and its saved tokenizer, if none are written.
     base, model = config.get("base_model_name_or_path"), dict[str, str]()
     if isinstance(base, str) and base and not _writes(layers, "model_name", "architecture"):
         model["model_name"] = base
@@ -90,7 +90,7 @@ def with_own_adapter(layers: list[Layer], problems: list[Problem], warnings: lis
 
 
 def _refusals(folder: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """What of an adapter is not trained here."""
+    """Problems for adapters that cannot be trained here."""
     file = folder / ADAPTER_FILE
     for name, plain in _PLAIN.items():
         if config.get(name) not in plain:
@@ -101,11 +101,11 @@ def _refusals(folder: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     try:
         _token_rows(config)
     except (TypeError, ValueError) as error:
-        yield Problem(dotted(KEY), f"{file} has trainable_token_indices that are not trained here: {error}")
+        yield Problem(dotted(KEY), f"{file} has unsupported trainable_token_indices: {error}")
 
 
 def _differences(layers: list[Layer], own: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """A problem for each value that is written and is another in the adapter."""
+    """A problem for each written value that differs from the adapter's."""
     for name, value in own.items():
         written = highest(layers, ("peft", name))
         is_compared = name not in ("lora_target_modules", *_FREE.values())
@@ -119,7 +119,7 @@ def _writes(layers: list[Layer], *names: str) -> bool:
 
 
 def _other_base(layers: list[Layer], folder: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """A warning where the model has another name than the adapter's base, of which nothing else was recorded."""
+    """A warning if the model's name differs from the adapter's base and there is no record of the base to compare."""
     model, base = highest(layers, ("model", "model_name")), config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base or (folder / BASE_RECORD).exists() or _is_same_model(model, base):
         return
@@ -130,7 +130,7 @@ def _other_base(layers: list[Layer], folder: Path, config: Mapping[str, Any]) ->
 
 
 def find_adapter(written: str) -> tuple[Path, dict[str, Any]] | Problem:
-    """The folder of an adapter and its config, downloaded where it is a hub's; else the problem."""
+    """The folder and config of an adapter, downloaded from the hub if needed; or a problem."""
     folder = Path(os.path.expanduser(written))
     if os.path.isdir(folder):  # False too for a name that no folder can have
         found = trained_folder(folder)
@@ -141,7 +141,7 @@ def find_adapter(written: str) -> tuple[Path, dict[str, Any]] | Problem:
             return Problem(dotted(KEY), f"{found / ADAPTER_FILE} cannot be read", expected="the file as it was saved")
         if (found / "config.json").exists():
             expected = f"model.model_name={found}, and no adapter_path"
-            return Problem(dotted(KEY), f"{found} holds a whole model, and no adapter", expected=expected)
+            return Problem(dotted(KEY), f"{found} holds a full model, not an adapter", expected=expected)
         message, expected = describe_trained(folder) or (f"{folder} has no {ADAPTER_FILE}", "an adapter's folder")
         return Problem(dotted(KEY), message, expected=expected)
     if looks_local(written) or written.count("/") > 1:
@@ -150,7 +150,7 @@ def find_adapter(written: str) -> tuple[Path, dict[str, Any]] | Problem:
 
     try:
         file = Path(hf_hub_download(written, ADAPTER_FILE, local_files_only=not hub_is_reachable()))
-    except Exception as error:  # the hub client raises many kinds
+    except Exception as error:  # the hub client raises many types
         reason = " ".join(str(error).split())[:200] if hub_is_reachable() else "the hub cannot be reached from here"
         return Problem(dotted(KEY), f"no folder and no adapter {written!r}: {reason}", expected="a folder or a hub id")
     config = read_json(file)
@@ -160,17 +160,16 @@ def find_adapter(written: str) -> tuple[Path, dict[str, Any]] | Problem:
 
 
 def _token_rows(config: Mapping[str, Any]) -> list[int] | None:
-    """The rows that it trains in each matrix that has some; None where there are none. Raises ValueError where those
-    of two matrices differ."""
+    """Trained token rows of the matrices; None without. Raises ValueError if they differ between matrices."""
     written = config.get("trainable_token_indices")
     lists = [*written.values()] if isinstance(written, dict) else [written] if written else []
     if any(sorted(rows) != sorted(lists[0]) for rows in lists):
-        raise ValueError("other rows of the embedding than of the head")
+        raise ValueError("the rows of embedding and head differ")
     return sorted(lists[0]) if lists else None
 
 
 def method_of(config: Mapping[str, Any]) -> PeftMethod | None:
-    """The kind of adapter that peft's config is of, as far as we train it."""
+    """The adapter kind of peft's config, or None if it is not supported."""
     method = _METHODS.get(str(config.get("peft_type")))
     variants = [name for name in ("use_rslora", "use_dora") if config.get(name)]
     if len(variants) > 1:
@@ -179,7 +178,7 @@ def method_of(config: Mapping[str, Any]) -> PeftMethod | None:
 
 
 def _own(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Our keys of `peft` with the values that peft's config has."""
+    """Our keys of `peft` with the values of peft's config."""
     yield "peft_method", str(method_of(config))
     for name, key in (_NUMBERS | _FREE).items():
         if config.get(name) is not None:

@@ -1,8 +1,8 @@
-"""What a recipe says of a model against the config that lies next to its weights, which decides.
+"""A model's own config in place of a preset's architecture.
 
-A preset's architecture is that of the model that the preset names. With the name of another model above it, or of a
-folder, it is dropped in favor of that model's own config; what the recipe's body or the command line write is kept, and
-both are listed where they differ.
+A preset's architecture belongs to the model that it names. If another model or a folder is named instead, the
+architecture is dropped in favor of that model's own config. Values of the recipe's body and the command line are kept;
+differences are listed as warnings.
 """
 
 import json
@@ -25,11 +25,11 @@ MODELS: tuple[Key, ...] = (("model",), ("training", "teacher"))
 """Sections that name a model and may hold an architecture."""
 CONFIG_FILE = "config.json"
 _MOST = 8
-"""Differences that a message lists."""
+"""Maximum number of differences in a message."""
 
 
 def with_own_configs(layers: list[Layer], warnings: list[Problem]) -> list[Layer]:
-    """The layers without what a model's own config decides, with a warning for each model whose values differ."""
+    """The layers without values that a model's own config determines, with a warning for each model that differs."""
     for section in MODELS:
         layers = _with_own_config(layers, section, warnings)
     return layers
@@ -43,19 +43,19 @@ def _with_own_config(layers: list[Layer], section: Key, warnings: list[Problem])
         return layers
     presets = [kept for tree in trees if (kept := _only(tree, of_presets=True)) is not None]
     folder = os.path.expanduser(name.value)
-    if os.path.isdir(folder):  # False too for a name that no folder can have
+    if os.path.isdir(folder):  # False also for names that no folder can have
         own = _read(Path(folder, CONFIG_FILE))
     elif presets and not any(_file(tree) == _file(name) for tree in presets):
         own = _of_hub_model(name.value, highest(layers, (*section, "model_revision")))
         if own is None:
             message = (
-                f"of the preset is taken for {name.value}, whose config.json cannot be read from here: "
-                "where the two models differ, what is planned is not what is trained"
+                f"of the preset is used for {name.value}, whose config.json cannot be read from here: "
+                "if the two models differ, the plan does not match the training"
             )
             expected = "the preset of that model, or its folder"
             warnings.append(Problem(dotted(key), message, presets[0].origin.place, expected))
     else:
-        return layers  # the preset's own model, or an architecture that was written for it
+        return layers  # the preset's own model, or a written architecture
     if own is None:
         return layers
     preset, written = _plain(presets), _plain(kept for tree in trees if (kept := _only(tree, of_presets=False)))
@@ -68,12 +68,12 @@ def _with_own_config(layers: list[Layer], section: Key, warnings: list[Problem])
 
 
 def _file(node: Node) -> str:
-    """The preset that a value stands in."""
+    """File of the preset that a value comes from."""
     return node.origin.where.rpartition(":")[0] if node.origin.kind == "group" else ""
 
 
 def _only(node: Node, of_presets: bool) -> Node | None:
-    """The part of a tree that presets wrote, or that others did; None where there is nothing of it."""
+    """The part of a tree that presets wrote, or that others did; None if empty."""
     if node.mapping is None:
         return node if (node.origin.kind == "group") is of_presets else None
     inside = {name: kept for name, child in node.mapping.items() if (kept := _only(child, of_presets)) is not None}
@@ -101,7 +101,7 @@ def _plain(trees: Iterator[Node] | Sequence[Node]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The config in a file; None for one that cannot be read, which is told where the model is."""
+    """The config in a file; None if it cannot be read, which is reported when the model is read."""
     try:
         found = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError):
@@ -110,20 +110,21 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _of_hub_model(name: str, revision: Node | None) -> dict[str, Any] | None:
-    """The config of a hub model, from among what was downloaded before, else from the hub where it can be reached."""
+    """The config of a hub model, from the cache or the hub; None if neither has it."""
     from huggingface_hub import hf_hub_download
 
     try:
         wanted = str(revision.value) if revision is not None and revision.value else None
         return _read(Path(hf_hub_download(name, CONFIG_FILE, revision=wanted, local_files_only=not hub_is_reachable())))
-    except Exception:  # the hub client raises many kinds, and here all of them say that there is none to be had
+    except Exception:  # the hub client raises many types, which all mean that it is not available
         return None
 
 
 def _differences(
     own: Mapping[str, Any], preset: Mapping[str, Any], written: Mapping[str, Any], name: Node, key: str
 ) -> Iterator[Problem]:
-    """What the model's own config has in place of a preset's values, and what was written in place of its values."""
+    """Warnings about preset values that the model's config replaces, and about written values that replace the
+    config's."""
     values = dict(_values(with_current_names(own)))
     dropped = {item: old for item, old in _values(with_current_names(preset)) if values.get(item, old) != old}
     kept = dict(_values(with_current_names(written)))
@@ -131,10 +132,10 @@ def _differences(
     changed = {item: new for item, new in changed.items() if not (item.endswith("rope_type") and new == "default")}
     if lost := {item: old for item, old in dropped.items() if item not in kept}:
         shown = _listed(f"{item} {values[item]} (preset {old})" for item, old in lost.items())
-        yield Problem(key, f"the config.json of {name.value} decides over the preset: {shown}", name.origin.place)
+        yield Problem(key, f"the config.json of {name.value} overrides the preset: {shown}", name.origin.place)
     if changed:
         shown = _listed(f"{item} {new} for {values.get(item, 'none')}" for item, new in changed.items())
-        yield Problem(key, f"is written in place of what the config.json of {name.value} says: {shown}")
+        yield Problem(key, f"overrides the config.json of {name.value}: {shown}")
 
 
 def _values(settings: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:

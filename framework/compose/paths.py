@@ -1,4 +1,4 @@
-"""Relative paths in values, resolved against the directory where the command was typed."""
+"""Resolution of relative paths in values against the working directory."""
 
 import glob
 import os
@@ -9,27 +9,27 @@ from typing import Any
 from framework.schema.urls import is_url
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md")
-"""What a data path ends in when it must be a file, not a hub id."""
+"""Endings of data paths that are files, not hub ids."""
 
 WRITTEN = ("output_dir", "fallback_dir")
-"""Keys of `training` that name folders which a run makes."""
+"""Keys of `training` for folders that a run creates."""
 NAMING: Mapping[str, tuple[str, ...]] = {
     "training": WRITTEN,
     "model": ("model_name", "tokenizer_name", "chat_template"),
     "peft": ("adapter_path",),
 }
-"""Keys of sections that may name a file or folder here."""
+"""Keys of sections that may name a local file or folder."""
 EMBEDDED = ("python_stdlib", "python_docstrings")
-"""The data paths that are names: what the running Python has."""
+"""Data paths that are names of built-in sources."""
 
 
 def looks_local(text: str) -> bool:
-    """Whether a text can only be a path: no hub id starts with a dot, a tilde or a slash, or has signs of a glob."""
+    """Whether a text must be a path: hub ids do not start with a dot, tilde or slash, and have no glob characters."""
     return text.startswith((".", "~", "/")) or text.endswith(DATA_SUFFIXES) or glob.has_magic(text)
 
 
 def exists(text: str) -> bool:
-    """Whether there is a file or folder of that name; False for what cannot be a name."""
+    """Whether a file or folder of that name exists; False for impossible names."""
     try:
         return Path(text).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
@@ -37,13 +37,13 @@ def exists(text: str) -> bool:
 
 
 def leads_somewhere(text: str) -> bool:
-    """Whether there is a file or folder of that name, or one that it is a glob for."""
+    """Whether a file or folder of that name, or a match of the glob, exists."""
     found = glob.iglob(os.path.expanduser(text), recursive=True) if glob.has_magic(text) else ()
     return exists(text) or any(True for _ in found)
 
 
 def made_absolute(written: Mapping[str, Any]) -> dict[str, Any]:
-    """The written values with paths made absolute: what exists here, and what can only be a path."""
+    """The written values with absolute paths, for existing files and texts that must be paths."""
     changed = dict(written)
     for section, keys in NAMING.items():
         if isinstance(written.get(section), Mapping):

@@ -1,8 +1,8 @@
-"""YAML read within bounds, with the line of every value.
+"""Bounded YAML reader that keeps the line of every value.
 
 YAML 1.2 scalars: only true and false are booleans, `1e-5` is a number, `yes`, `on` and dates are text. Size, depth and
-the number of values (aliases counted in full) are limited before anything else sees the text, because an alias bomb of
-a few hundred bytes expands to gigabytes in any loader that builds it.
+the number of values (with aliases expanded) are limited while parsing, since an alias bomb of a few hundred bytes
+expands to gigabytes in a loader that builds it.
 """
 
 from collections.abc import Iterator
@@ -20,19 +20,19 @@ from framework.text import scalar
 MAX_BYTES = 2**20
 MAX_DEPTH = 24
 MAX_VALUES = 3000
-"""A recipe has under a hundred values; Hydra takes about 0.3 ms for each."""
+"""A recipe has under a hundred values; Hydra takes about 0.3 ms per value."""
 MAX_PROBLEMS = 100
-"""A file with more is not a recipe with mistakes."""
+"""Number of problems after which reading stops: the file is not a recipe."""
 
 
 class _TooMuch(Exception):
-    """Reading must stop: the line, and why."""
+    """A limit was exceeded: the line, and the message."""
 
 
 def read(path: File, label: str, kind: Kind, problems: list[Problem]) -> Node | None:
-    """The mapping in a YAML file, each value with its place; None, and a problem for each fault, when there is none.
+    """The mapping in a YAML file with the location of each value; None, with problems added, if it cannot be read.
 
-    `label` stands for the file in every place (`label:line`).
+    `label` names the file in locations (`label:line`).
     """
     text = _text(path, label, problems)
     if text is None:
@@ -71,7 +71,7 @@ def _text(path: File, label: str, problems: list[Problem]) -> str | None:
 
 
 class _Builder:
-    """Builds nodes from parser events and counts what it builds."""
+    """Builder of nodes from parser events, with a count of values."""
 
     def __init__(self, events: Iterator[Any], label: str, kind: Kind, problems: list[Problem]) -> None:
         self.events, self.label, self.kind, self.problems = events, label, kind, problems
@@ -79,7 +79,7 @@ class _Builder:
         self.anchors: dict[str, tuple[Node, int]] = {}
 
     def document(self) -> Node | None:
-        """The one mapping that the text must hold."""
+        """The single mapping of the file."""
         next(self.events)
         if isinstance(next(self.events), yaml.StreamEndEvent):
             raise _TooMuch(1, "the file is empty")
@@ -90,7 +90,7 @@ class _Builder:
         node = self.node(event, ())
         next(self.events)
         if not isinstance(following := next(self.events), yaml.StreamEndEvent):
-            raise _TooMuch(following.start_mark.line + 1, "the file must hold one document, and here starts another")
+            raise _TooMuch(following.start_mark.line + 1, "the file must hold one document, and another starts here")
         return node
 
     def node(self, event: Any, path: Path) -> Node:
@@ -100,7 +100,7 @@ class _Builder:
             raise _TooMuch(line, f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
-                raise _TooMuch(line, f"`*{event.anchor}` stands before the end of what it names")
+                raise _TooMuch(line, f"`*{event.anchor}` is used before the end of its anchor")
             node, size = self.anchors[event.anchor]
             self.count(size, line)
             return node
@@ -151,4 +151,4 @@ class _Builder:
     def refuse(self, path: Path, line: int, message: str) -> None:
         self.problems.append(Problem(dotted(path) or "the recipe", message, f"{self.label}:{line}"))
         if len(self.problems) > MAX_PROBLEMS:
-            raise _TooMuch(line, "too many problems to go on")
+            raise _TooMuch(line, "too many problems to continue")

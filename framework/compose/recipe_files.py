@@ -1,4 +1,4 @@
-"""The file of a recipe, and the presets that its `defaults:` choose."""
+"""Lookup of a recipe's file, and the presets chosen by its `defaults:`."""
 
 import os
 from collections.abc import Mapping
@@ -15,75 +15,76 @@ from framework.paths import path_like
 YAML_SUFFIXES = (".yaml", ".yml")
 _OF_MODELS = ("config.json", "adapter_config.json")
 SELF = "_self_"
-"""Hydra's word for the place of a recipe's own keys among its defaults."""
+"""Hydra's entry for the position of the recipe's own keys among its defaults."""
 
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe that was found."""
+    """A recipe's file."""
 
     name: str
-    """Of a shipped recipe the name that was typed, else the file's without its ending."""
+    """The typed name of a shipped recipe, else the file's name without its ending."""
     file: File
     label: str
     """Name of the file in messages."""
     choices: Mapping[str, str] = field(default_factory=dict)
-    """Group -> preset in place of the file's own choice: what an earlier name of a shipped recipe stands for."""
+    """Group -> preset in place of the file's own choice, for an earlier name of a shipped recipe."""
     folders: tuple[File, ...] = ()
-    """Folders that presets of the user's own are looked for in: `conf` next to the recipe."""
+    """Folders of the user's own presets: `conf` next to the recipe."""
     renamed: Problem | None = None
-    """The warning that the name is an earlier one."""
+    """Warning about an earlier name."""
 
 
 def find_recipe(recipe: str | File) -> RecipeFile:
-    """The recipe of a path, or of the name of a shipped one. Raises RequestError when there is none."""
+    """Find a recipe by path, or by the name of a shipped one. Raises RequestError if there is none."""
     word = str(recipe)
     path = File(os.path.expanduser(word))
     is_path = isinstance(recipe, File) or path.suffix in YAML_SUFFIXES or ("/" in word and exists(word))
     known = shipped.recipes()
-    here = (File(shipped.PRESETS),)  # where a recipe of the user's own would have it
+    here = (File(shipped.PRESETS),)  # as for the user's own recipes
     if not is_path and word in known:
         return RecipeFile(word, known[word], f"recipes/{word}.yaml", folders=here)
     if not is_path and (old := shipped.EARLIER_RECIPES.get(word)) is not None:
-        told = Problem("", f"`{word}` is now `{old.typed}`; the earlier name goes with version {shipped.EARLIER_UNTIL}")
-        return RecipeFile(word, known[old.recipe], f"recipes/{old.recipe}.yaml", old.choices, here, told)
+        message = f"`{word}` is now `{old.typed}`; the earlier name is removed in version {shipped.EARLIER_UNTIL}"
+        renamed = Problem("", message)
+        return RecipeFile(word, known[old.recipe], f"recipes/{old.recipe}.yaml", old.choices, here, renamed)
     if word and exists(word) and (path.is_dir() or path.name in _OF_MODELS):
         raise RequestError([_no_recipe(word, path)])
     if is_path and exists(word):
         return RecipeFile(path.stem, path, word, folders=(path.parent / shipped.PRESETS,))
     is_path = is_path or "/" in word
-    beside = f"{word}.yaml" if exists(f"{word}.yaml") else file_like(word) if is_path else None
-    nearest = beside or shipped.nearest(path.stem if is_path else word, known)
+    file = f"{word}.yaml" if exists(f"{word}.yaml") else file_like(word) if is_path else None
+    nearest = file or shipped.nearest(path.stem if is_path else word, known)
     message = f"no such file: {word} ({path.absolute()})" if is_path else f"no recipe is called {word!r}"
     raise RequestError([Problem("", message, None, f"a path, or one of: {', '.join(known)}", nearest)])
 
 
 def _no_recipe(word: str, path: File) -> Problem:
-    """What to type instead of a folder, or of a model's own config."""
+    """Problem for a folder or a model's config given as a recipe, with what to type instead."""
     folder = path if path.is_dir() else path.parent
     written = word if path.is_dir() else os.path.dirname(word) or "."
-    of_run, beside = os.path.join(written, "config.yaml"), f"{word.rstrip('/')}.yaml"
-    if exists(of_run) or exists(beside):
-        nearest = beside if exists(beside) else of_run
-        return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file", nearest)
+    of_run, sibling = os.path.join(written, "config.yaml"), f"{word.rstrip('/')}.yaml"
+    if exists(of_run) or exists(sibling):
+        nearest = sibling if exists(sibling) else of_run
+        return Problem("", f"{word} is a folder, not a recipe", None, "a YAML file", nearest)
     if (folder / _OF_MODELS[0]).is_file():
-        message = f"{word} is {'the folder' if path.is_dir() else 'the config'} of a model, and no recipe"
-        expected = f"a recipe that says `model: {{model_name: {written}}}`, or one of ours with it"
+        message = f"{word} is {'the folder' if path.is_dir() else 'the config'} of a model, not a recipe"
+        expected = f"a recipe with `model: {{model_name: {written}}}`, or a shipped one with it"
         return Problem("", message, None, expected, f"finetune_local model.model_name={written}")
     inside = path_like(os.path.join(written, "recipe.yaml"), lambda file: file.suffix in YAML_SUFFIXES)
-    return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file, or the name of a recipe", inside)
+    return Problem("", f"{word} is a folder, not a recipe", None, "a YAML file, or the name of a recipe", inside)
 
 
 def file_like(written: str) -> str | None:
-    """The YAML file that was probably intended."""
+    """The existing YAML file with the most similar path."""
     return path_like(written, lambda file: file.suffix in YAML_SUFFIXES and file.is_file(), YAML_SUFFIXES)
 
 
 def chosen_presets(recipe: RecipeFile, body: Node, problems: list[Problem]) -> dict[str, Choice | None]:
-    """Group -> what a recipe chooses of it; None where it says that there is none.
+    """Group -> preset chosen by a recipe; None for an explicit null.
 
-    `defaults:` is a list of `group: preset`. `_self_` at its end, `override` and a group as `/group` are read as Hydra
-    reads them; what means something else here is a problem that tells what to write.
+    `defaults:` is a list of `group: preset`. A final `_self_`, `override` and `/group` mean the same as in Hydra; other
+    Hydra syntax is a problem with what to write instead.
     """
     node = body.at(("defaults",))
     choices: dict[str, Choice | None] = {}
@@ -99,7 +100,7 @@ def chosen_presets(recipe: RecipeFile, body: Node, problems: list[Problem]) -> d
 
 
 def _choose(item: Node, index: int, count: int, choices: dict[str, Choice | None]) -> Problem | None:
-    """Add what one item of the list chooses, or return what is wrong with it."""
+    """Add the choice of one item, or return a problem."""
     key, place = f"defaults[{index}]", item.origin.place
     if item.value == SELF:
         expected = "leave it out, or put it last; the command line is above both"
@@ -115,7 +116,7 @@ def _choose(item: Node, index: int, count: int, choices: dict[str, Choice | None
         nearest = shipped.nearest(group, shipped.GROUPS)
         return Problem(key, "is not a preset of a group", place, expected, nearest)
     if package:
-        return Problem(key, "a preset names the sections that it sets, so it has no package", place, f"`{group}:`")
+        return Problem(key, "presets have no package: they name the sections that they set", place, f"`{group}:`")
     if group in choices and "override" not in words:
         return Problem(key, f"`{group}` is chosen twice", place, "one choice of a group")
     is_optional = "optional" in words

@@ -1,7 +1,7 @@
-"""A recipe, presets and overrides become one typed config, with the origin of every value.
+"""Composition of a recipe, presets and overrides into one typed config with the origin of every value.
 
-Hydra parses the command line, OmegaConf merges the layers and resolves references between keys, pydantic types the
-result. What is ours: where each value came from, what may be written, and all problems at once.
+Hydra parses the command line, OmegaConf merges the layers and resolves references, pydantic types the result. This
+module adds origins, checks of what may be written, and the collection of all problems.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from framework.schema.rules.data import rows_of_global_batch
 
 @dataclass(frozen=True)
 class Draft:
-    """A composed request, problems included. `config` holds what is valid, `invalid` the keys left out of it."""
+    """A composed request with its problems. `config` has the valid keys, `invalid` names the others."""
 
     recipe: str
     config: TrainingConfig
@@ -41,18 +41,18 @@ class Draft:
     warnings: tuple[Problem, ...]
     invalid: frozenset[str]
     as_written: Mapping[str, str]
-    """Dotted key -> the relative path that was written, where `config` has an absolute one."""
+    """Dotted key -> written relative path, for absolute paths in `config`."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """A request whose every key and value is valid by itself."""
+    """A request whose keys and values are each valid."""
 
     recipe: str
-    """Name of the recipe: a shipped one's, or the file's without its ending."""
+    """Name of the shipped recipe, or the file's name without its ending."""
     config: TrainingConfig
     origins: Mapping[str, Origin]
-    """Dotted key (`data.train[0].path`) -> who wrote its value. Lists are there whole and item by item."""
+    """Dotted key (`data.train[0].path`) -> origin. Lists are included as a whole and item by item."""
     warnings: tuple[str, ...] = ()
 
 
@@ -61,8 +61,8 @@ def compose(recipe: str | File, overrides: Sequence[str] = (), world: int | None
 
     Args:
         recipe: a path, or the name of a shipped recipe.
-        overrides: words as on the command line: `group=preset`, `a.b=c`, `a.b+=[c]`, `~a.b`.
-        world: number of processes, when it was given; must agree with a written `gpu.count`.
+        overrides: as on the command line: `group=preset`, `a.b=c`, `a.b+=[c]`, `~a.b`.
+        world: number of processes, if given; must agree with a written `gpu.count`.
 
     Raises:
         RequestError: with every unknown key, bad value and unreadable file at once.
@@ -74,7 +74,8 @@ def compose(recipe: str | File, overrides: Sequence[str] = (), world: int | None
 
 
 def load(recipe: str | File, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Compose the config of a recipe (a path or a shipped name) under words of a command line (`gpu=cpu`, `a.b=c`).
+    """Compose the config of a recipe (a path or a shipped name) with overrides as on the command line (`gpu=cpu`,
+    `a.b=c`).
 
     Raises RequestError with every unknown key, bad value and unreadable file at once.
     """
@@ -82,7 +83,7 @@ def load(recipe: str | File, overrides: Sequence[str] = ()) -> TrainingConfig:
 
 
 def load_of_run(file: File) -> TrainingConfig:
-    """The config that a run has written, for a caller that decides itself whether code of its model may run.
+    """The config written by a run, for callers that decide themselves about remote code.
 
     Raises RequestError as `compose` does.
     """
@@ -95,9 +96,9 @@ def load_of_run(file: File) -> TrainingConfig:
 def draft(
     recipe: str | File, overrides: Sequence[str] = (), world: int | None = None, trusts_runs: bool = False
 ) -> Draft:
-    """As `compose`, but problems are returned. Raises RequestError only when the recipe cannot be read.
+    """`compose` with problems returned instead of raised. Raises RequestError only if the recipe cannot be read.
 
-    Unless `trusts_runs`, the leave to run a model's own code is a problem where a run's file gives it.
+    Unless `trusts_runs`, permission to run a model's own code is a problem if it comes from a run's file.
     """
     problems: list[Problem] = []
     found = find_recipe(recipe)
@@ -105,7 +106,7 @@ def draft(
     warnings = [*([found.renamed] if found.renamed else []), *words.replaced]
     layers = gather(found, words, detect, problems, warnings)
     layers = _with_world(layers, world)
-    if not trusts_runs:  # a run's config says all of it
+    if not trusts_runs:  # a run's config is complete
         layers = with_own_adapter(layers, problems, warnings)
     layers = _allowed(layers, problems)
     warnings.extend(list_warnings(layers))
@@ -121,7 +122,7 @@ def draft(
         problems.append(Problem("gpu.count", message, place(("gpu", "count")), str(world)))
     origins = {dotted(path): _origin(layers, path) for path, _ in values(config)}
     empty = {dotted(path): node for layer in layers for path, node in leaves(layer.tree) if node.mapping == {}}
-    origins |= {key: node.origin for key, node in empty.items() if "." in key}  # `tokenizer: {}`: all is default in it
+    origins |= {key: node.origin for key, node in empty.items() if "." in key}  # such as `tokenizer: {}`
     if not _is_referred_to(layers, MICRO_BATCH):
         config, derived = with_derived(config, origins)
         origins |= derived
@@ -132,7 +133,7 @@ def draft(
 
 
 def _with_current_value(problem: Problem, config: TrainingConfig) -> Problem:
-    """A misspelt override with what the key it was meant for holds without it."""
+    """The problem of a misspelled override, with the current value of the intended key."""
     current = {dotted(path): value for path, value in values(config)} if problem.where == COMMAND_LINE else {}
     if problem.nearest not in current:
         return problem
@@ -140,7 +141,7 @@ def _with_current_value(problem: Problem, config: TrainingConfig) -> Problem:
 
 
 def _with_world(layers: list[Layer], world: int | None) -> list[Layer]:
-    """A given number of processes is the number of cards where none is written."""
+    """The layers with the given number of processes as the number of cards, if none is written."""
     if world is None or highest(layers, ("gpu", "count")):
         return layers
     origin = Origin("command line", f"--nproc {world}")
@@ -148,7 +149,7 @@ def _with_world(layers: list[Layer], world: int | None) -> list[Layer]:
 
 
 def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
-    """The layers without values that no recipe may hold: resolvers, and what was left to be filled in."""
+    """The layers without invalid references and placeholders."""
     room = interpolation.MAX_TEXT
     allowed: list[Layer] = []
     for layer in layers:
@@ -164,13 +165,14 @@ def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
 
 
 def _merged(layers: Sequence[Layer]) -> dict[str, Any]:
-    """The layers merged as Hydra merges a defaults list, which takes it eight times as long; references unresolved."""
+    """The merged layers, with unresolved references: the result of Hydra's merge of a defaults list in an eighth of the
+    time."""
     merged = OmegaConf.to_container(OmegaConf.merge(*(layer.tree.plain() for layer in layers)), resolve=False)
     return {str(name): value for name, value in merged.items()} if isinstance(merged, dict) else {}
 
 
 def _resolved(merged: dict[str, Any], layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Any]:
-    """The merged values with references resolved; a bad reference is a problem and its key is left out."""
+    """The merged values with references resolved; a bad reference becomes a problem and its key is left out."""
     tree = node_of(merged, DEFAULT)
     texts = [(path, node.value) for path, node in leaves(tree) if isinstance(node.value, str) and "${" in node.value]
     if not texts:
@@ -189,27 +191,27 @@ def _resolved(merged: dict[str, Any], layers: Sequence[Layer], problems: list[Pr
 
 
 def _is_referred_to(layers: Sequence[Layer], key: str) -> bool:
-    """Whether a value is taken from a key: those have read its plain default."""
+    """Whether any value refers to the key, and so has used its default."""
     name = key.rpartition(".")[2]
     texts = [node.value for layer in layers for _, node in leaves(layer.tree) if isinstance(node.value, str)]
     return any("${" in text and name in text for text in texts)
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key -> value before, for each that differs."""
+    """Dotted key -> previous value, for each changed text."""
     new = dict(leaves(node_of(after, DEFAULT)))
     pairs = ((path, node.value) for path, node in leaves(node_of(before, DEFAULT)))
     return {dotted(path): value for path, value in pairs if isinstance(value, str) and new[path].value != value}
 
 
 def _origin(layers: Sequence[Layer], path: Path) -> Origin:
-    """Who wrote the value at `path`: the topmost layer that has it."""
+    """Origin of the value at `path`."""
     found = highest(layers, path)
     return found.origin if found else DEFAULT
 
 
 def _place(layers: Sequence[Layer], path: Path) -> str | None:
-    """Where to look for the value at `path`, or for the nearest thing around it that was written."""
+    """Location of the value at `path`, or of the innermost written value around it."""
     found = next((found for end in range(len(path), 0, -1) if (found := highest(layers, path[:end]))), None)
     return found.origin.place if found else None
 
@@ -218,8 +220,8 @@ MICRO_BATCH = "training.per_device_train_batch_size"
 
 
 def with_derived(config: TrainingConfig, origins: Mapping[str, Origin]) -> tuple[TrainingConfig, dict[str, Origin]]:
-    """The config with rows a device that a written global batch is made of, where nobody wrote how many; and the
-    origins that change. Rows that cannot be shared out equally stay as they are, for a rule to refuse."""
+    """The config with rows per device derived from a written global batch if they are not written, and the changed
+    origins. A batch that does not divide is left unchanged, for a rule to refuse."""
     training = config.training
     accumulation, rows = training.gradient_accumulation_steps, training.per_device_train_batch_size
     if origins[MICRO_BATCH].kind != "default" or accumulation == "auto" or rows == "auto":

@@ -1,4 +1,4 @@
-"""The presets and recipes that come with the package, what each is for, and presets of the user's own."""
+"""Shipped presets and recipes, and the user's own presets."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,22 +8,22 @@ from pathlib import Path
 from framework.installation import shipped
 
 GROUPS = ("model", "data", "peft", "optimizer", "fsdp", "training", "gpu")
-"""The groups of presets, in the order in which those named on the command line apply."""
+"""Groups of presets, in the order in which those on the command line apply."""
 PRESETS = "conf"
-"""Name of a folder of presets, with a folder for each group."""
+"""Name of a presets folder, with a subfolder for each group."""
 
 
 @dataclass(frozen=True)
 class EarlierRecipe:
-    """A recipe that was shipped under another name: the one to use now."""
+    """Replacement of a recipe's earlier name."""
 
     recipe: str
     choices: Mapping[str, str] = field(default_factory=dict)
-    """Group -> the preset that the earlier one had."""
+    """Group -> preset of the earlier recipe."""
 
     @property
     def typed(self) -> str:
-        """The words to type in place of the earlier name."""
+        """The arguments to type in place of the earlier name."""
         return " ".join([self.recipe, *(f"{group}={name}" for group, name in self.choices.items())])
 
 
@@ -39,25 +39,25 @@ EARLIER_RECIPES: Mapping[str, EarlierRecipe] = {
         for way, peft in {"full": "none", "lora": "lora", "qlora": "qlora"}.items()
     },
 }
-"""Names that go with version EARLIER_UNTIL."""
+"""Names that are removed in version EARLIER_UNTIL."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A preset that was found by its name."""
+    """A preset found by name."""
 
     file: Path
     label: str
-    """Its name in messages: `gpu/h100_80gb.yaml` of ours, the path of a user's own."""
+    """Its name in messages: `gpu/h100_80gb.yaml` for shipped ones, the path for the user's."""
     hides: bool = False
-    """Whether a shipped one has the same name."""
+    """Whether a shipped preset has the same name."""
 
 
 _FOR_EDITORS = "# yaml-language-server"
 
 
 def presets(group: str, folders: Iterable[Path] = ()) -> dict[str, Preset]:
-    """Choice -> preset, sorted by name. Those of the user's `folders` come before the shipped ones."""
+    """Name -> preset, sorted. Presets in the user's `folders` override shipped ones."""
     ours = shipped(PRESETS)
     known = {name: Preset(file, f"{group}/{name}.yaml") for name, file in _yaml_files(ours / group).items()}
     own = [folder for folder in folders if folder.is_dir() and not folder.samefile(ours)]
@@ -75,18 +75,18 @@ def recipes() -> dict[str, Path]:
 
 
 def purpose(path: Path) -> str:
-    """The comment line that says what a recipe or a preset is for."""
+    """The first comment line of a recipe or preset, which describes it."""
     lines = [line for line in path.read_text("utf-8", "replace").splitlines() if line.startswith("# ")]
     return next((line[2:] for line in lines if not line.startswith(_FOR_EDITORS)), "")
 
 
 def editors_line() -> str:
-    """The first line of a recipe that is written here: editors read the installed schema by it."""
+    """First line of written recipes, which points editors at the installed schema."""
     return f"{_FOR_EDITORS}: $schema={shipped('recipes') / 'recipe.schema.json'}\n"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choices most like `word`: those that hold it, else those spelled alike; at most three."""
+    """Up to three choices similar to `word`: those that contain it, else those with a similar spelling."""
     choices = list(choices)
     alike = [choice for choice in choices if word and word.lower() in choice.lower()]
     return ", ".join((alike or get_close_matches(word.lower(), choices, 3, 0.5))[:3]) or None

@@ -1,4 +1,4 @@
-"""`-m`: a sweep by Hydra. Its sweeper says which runs there are, its launcher starts them, on whatever machine.
+"""`-m`: a sweep by Hydra. Its sweeper determines the runs, its launcher starts them, on any machine.
 
 Hydra is told of the swept keys alone: a group as a group of its own, a dotted key as a key without a value, so that
 `gpu=a,b` and `gpu.count=1,2` go together. What a run is given is words again, which compose as any request does.
@@ -34,7 +34,7 @@ _NAME = "tunesmith"
 _CHOICES = ("hydra/launcher", "hydra/sweeper")
 _SETTINGS = ("hydra.launcher.", "hydra.sweeper.", "hydra.sweep.", "hydra/launcher/", "hydra/sweeper/")
 _PARAMS = "hydra.sweeper.params"
-"""Keys that are swept stand on the command line, where they are checked."""
+"""Swept keys are in the overrides, where they are checked."""
 _PLUGINS = {
     "joblib": "hydra-joblib-launcher",
     "submitit_local": "hydra-submitit-launcher",
@@ -49,7 +49,7 @@ _PLUGINS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep as Hydra hands it out: what is its own, its folder, and the folder of the sweep."""
+    """One run of a sweep: its own overrides, its folder, and the folder of the sweep."""
 
     number: int
     overrides: tuple[str, ...]
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outline:
-    """A sweep before it starts. `jobs` is None where a sweeper decides on them as results come in."""
+    """A sweep before it starts. `jobs` is None if the sweeper chooses them from earlier results."""
 
     folder: File
     jobs: tuple[Job, ...] | None
@@ -67,17 +67,17 @@ class Outline:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The words of a command line with `-m`."""
+    """Parsed arguments of a command line with `-m`."""
 
     words: tuple[str, ...]
-    """What a run is given, in the order typed; for a word with several values its key."""
+    """Overrides of a run, in the order typed; for one with several values its key."""
     swept: Mapping[str, str]
     """Key -> its values as Hydra reads them."""
     settings: tuple[str, ...]
-    """Hydra's own: launcher, sweeper and folders."""
+    """Hydra's settings: launcher, sweeper and folders."""
 
     def words_of(self, job: Job) -> list[str]:
-        """The words that a run is composed from."""
+        """The overrides of a run."""
         own = {override.partition("=")[0]: override for override in job.overrides}
         return [own[word] if word in self.swept else word for word in self.words]
 
@@ -91,7 +91,7 @@ class Sweep:
         return any(word.startswith("hydra.sweep.dir=") for word in self.settings)
 
     def outline(self, folder: str) -> Outline:
-        """Every run with its folder. `folder` is the sweep's where Hydra's settings name none.
+        """All runs with their folders. `folder` is the sweep's folder if Hydra's settings name none.
 
         Raises RequestError for settings that Hydra does not have, and for runs that would share a folder.
         """
@@ -111,7 +111,7 @@ class Sweep:
                 raise RequestError([Problem("-m", _first_line(error), COMMAND_LINE)]) from None
 
     def launch(self, folder: File, run: Callable[[Job], float]) -> None:
-        """Have every run made. `run` must be picklable; a sweeper that learns tries to make what it returns small.
+        """Start all runs. `run` must be picklable; an optimizing sweeper minimizes its return value.
 
         Raises whatever the launcher does when it loses a run.
         """
@@ -171,7 +171,7 @@ class Sweep:
 
 
 class _Task:
-    """What Hydra calls for each run, in the process that its launcher has chosen."""
+    """Callable that Hydra's launcher runs for each run, in a process of its choice."""
 
     def __init__(self, run: Callable[[Job], float]) -> None:
         self._run = run
@@ -183,7 +183,7 @@ class _Task:
 
 
 def sweep_of(words: Sequence[str]) -> Sweep:
-    """The words of a command line with `-m`, told apart.
+    """Parse the arguments of a command line with `-m`.
 
     Raises RequestError for settings of Hydra that are no launcher's, sweeper's or folder's, for a key that is swept
     and written again, and where nothing is swept.
@@ -208,7 +208,7 @@ def sweep_of(words: Sequence[str]) -> Sweep:
     twice = sorted({name for name in names if name in swept and names.count(name) > 1})
     problems += [Problem(name, "is swept, and written once more", COMMAND_LINE, "one of the two") for name in twice]
     if not swept:
-        message = "no key has several values, so there is nothing to sweep over"
+        message = "no key has several values to sweep"
         problems.append(Problem("-m", message, COMMAND_LINE, "training.learning_rate=1e-4,2e-4 or the like"))
     if found := [problem for problem in problems if problem is not None]:
         raise RequestError(found)
@@ -216,20 +216,20 @@ def sweep_of(words: Sequence[str]) -> Sweep:
 
 
 def quoted(text: str) -> str:
-    """A value of Hydra's override grammar that is this text, whatever is in it."""
+    """The text as a quoted value of Hydra's override grammar."""
     if re.fullmatch(r"[\w./-]*[/][\w./-]*", text):
         return text
     return str(QuotedString(text, Quote.single).with_quotes())
 
 
 def _name(word: str) -> str:
-    """The key of a word in one spelling, which Hydra's grammar can read."""
+    """The key of an override, normalized for Hydra's grammar."""
     key = word.partition("=")[0].removesuffix("+").lstrip("+~")
     return ".".join(map(str, path_of(key)))
 
 
 def _is_sweep(raw: str) -> bool:
-    """Whether a value is several. What cannot be read is none: composing tells what is wrong with it."""
+    """Whether a value is a sweep; False for unreadable ones, which are reported when composing."""
     try:
         return bool(raw) and bool(OverridesParser.create().parse_override(f"key={raw}").is_sweep_override())
     except (HydraException, ValueError, RecursionError):
@@ -242,13 +242,13 @@ def _sweep_fault(word: str) -> Problem | None:
         return Problem(word, "appending cannot be swept", COMMAND_LINE, "whole lists: `key=[a],[a,b]`")
     path = path_of(key.lstrip("+~"))
     if path == ("training", "output_dir"):
-        message = "each run of a sweep has a folder of its own"
+        message = "each run of a sweep has its own folder"
         return Problem(word, message, COMMAND_LINE, "one folder, and `hydra.sweep.subdir=` for those inside it")
     return fault(word, path, True, key.startswith("~"))
 
 
 def _setting_fault(word: str) -> Problem | None:
-    key = word.partition("=")[0].lstrip("+")  # Hydra's sign for a key that a mapping does not have yet
+    key = word.partition("=")[0].lstrip("+")  # Hydra's prefix for adding a key
     expected = (
         "hydra/launcher=, hydra/sweeper=, hydra.launcher.*, hydra.sweeper.*, hydra.sweep.dir or hydra.sweep.subdir"
     )
@@ -260,7 +260,7 @@ def _setting_fault(word: str) -> Problem | None:
 
 
 def _refused(loader: Any, settings: Sequence[str], word: str) -> Problem | None:
-    """What Hydra says against a setting."""
+    """Problem for an invalid setting of Hydra."""
     try:
         loader.load_configuration(_NAME, list(settings), RunMode.MULTIRUN)
     except (HydraException, OmegaConfBaseException) as error:
@@ -275,7 +275,7 @@ def _refused(loader: Any, settings: Sequence[str], word: str) -> Problem | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """The message of an error of Hydra, or of the one that it hides."""
+    """Message of a Hydra error, or of its cause."""
     return (str(error) or str(error.__cause__)).partition("\n")[0]
 
 
@@ -288,7 +288,7 @@ def _declare(tree: dict[str, Any], path: Sequence[str]) -> None:
 
 
 def _names(key: str, raw: str) -> Iterator[str]:
-    """The presets among the values of a swept group, as far as they can be listed."""
+    """Presets among the values of a swept group, if they can be listed."""
     override = OverridesParser.create().parse_override(f"{key}={raw}")
     if override.is_discrete_sweep() and override.value_type is not ValueType.GLOB_CHOICE_SWEEP:
         for value in override.sweep_iterator():
@@ -297,7 +297,7 @@ def _names(key: str, raw: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def apart() -> Iterator[Any]:
-    """A copy of Hydra's config store to write in. Works inside another Hydra application and leaves no trace."""
+    """Context with a copy of Hydra's config store, so that it works inside another Hydra application."""
     store, app, version = ConfigStore.instance(), GlobalHydra.instance(), VersionBase.instance()
     before = store.repo, app.hydra, version.version_base, HydraConfig.instance().cfg
     store.repo, app.hydra = dict(store.repo), None

@@ -1,7 +1,7 @@
-"""Folders that a run or peft has left: which one holds what was trained, what to write for it, and whether to trust it.
+"""Folders of runs and adapters: where the trained model is, what to write for it, and trust in remote code.
 
-The leave to run Python code that comes with a model is given by a recipe or the command line, never by a run's files: a
-run folder may come from anyone, and to look at one (`check`, `predict`, another `train`) is no consent to its code."""
+Only a recipe or the command line may allow Python code that comes with a model, never a run's files: a run folder may
+come from anyone, and using one (`check`, `predict`, another `train`) is no consent to its code."""
 
 import json
 import os
@@ -19,44 +19,44 @@ FINAL, ADAPTER_FILE, MODEL_FILE, RUN_FILE = "final", "adapter_config.json", "con
 
 
 def trained_folder(folder: Path) -> Path:
-    """`final/` of a run's folder where a model or an adapter is in it, else the folder itself."""
+    """`final/` of a run's folder if it holds a model or adapter, else the folder itself."""
     final = folder / FINAL
     is_trained = (final / ADAPTER_FILE).exists() or (final / MODEL_FILE).exists()
     return final if is_trained and not holds_model(folder) else folder
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a model or an adapter lies in the folder itself."""
+    """Whether the folder itself holds a model or an adapter."""
     return (folder / ADAPTER_FILE).exists() or (folder / MODEL_FILE).exists()
 
 
 def describe_trained(folder: Path) -> tuple[str, str] | None:
-    """What a folder is that holds no model to load, and what to write instead; None for what no run has made.
+    """Description of a folder without a loadable model, and what to write instead; None for unknown folders.
 
-    Understands a run's folder, one of its checkpoints, and an adapter's folder.
+    Recognizes a run's folder, its checkpoints, and an adapter's folder.
     """
     found = trained_folder(folder)
     if (found / ADAPTER_FILE).exists():
         base = (read_json(found / ADAPTER_FILE) or {}).get("base_model_name_or_path")
         model = f"model.model_name={base}" if base else "the model it was trained on as model.model_name"
         merge = f"`tunesmith merge {folder} --output MERGED` makes one model of both"
-        message = f"{folder} holds an adapter of {base or 'a base that it does not name'}, and no model"
+        message = f"{folder} holds an adapter of {base or 'an unnamed base'}, not a model"
         return message, f"peft.adapter_path={found} with {model}; {merge}"
     if found != folder:
         return f"{folder} is a run's folder; its trained model is in {FINAL}/", str(found)
     run = next((place for place in (folder, *folder.parents[:2]) if (place / RUN_FILE).exists()), None)
     if run is None:
         return None
-    resume = f"`tunesmith train {run / RUN_FILE} --resume` goes on from it"
+    resume = f"`tunesmith train {run / RUN_FILE} --resume` continues it"
     if run == folder:
         return f"{folder} is a run that has not finished: it has no {FINAL}/", resume
-    holds = "holds a checkpoint, which has trained weights and optimizer states and no model that loads elsewhere"
+    holds = "holds a checkpoint for a resume, not a model that loads elsewhere"
     trained = describe_trained(run) if holds_model(run / FINAL) else None
     return f"{folder} {holds}", f"{trained[1]}; or {resume}" if trained else resume
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is none that can be read."""
+    """The JSON object in a file; None if it cannot be read."""
     try:
         found = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError):
@@ -67,18 +67,18 @@ def read_json(file: Path) -> dict[str, Any] | None:
 MODEL, TEACHER = "model.trust_remote_code", "training.teacher.trust_remote_code"
 _CONFIG = "config.yaml"
 _OTHERS = ("plan.json", "metrics.jsonl", "environment.json", "memory.json", "checkpoints", "final")
-"""A folder with a config and any of these is a run's."""
+"""Files of a run: a folder with a config and any of these is a run's."""
 
 
 def trusted_keys(config: TrainingConfig) -> list[str]:
-    """The keys by which a config has a model's own code run."""
+    """Keys of the config that allow a model's own code."""
     teacher = config.training.teacher
     trusts = {MODEL: config.model.trust_remote_code, TEACHER: teacher is not None and teacher.trust_remote_code}
     return [key for key, is_set in trusts.items() if is_set]
 
 
 def refuse_trust_of_runs(config: TrainingConfig, recipe: File, origins: Mapping[str, Origin]) -> list[Problem]:
-    """A problem for each leave that comes from a file of a run, or from a preset that such a file chooses."""
+    """A problem for each permission that comes from a run's file, or from a preset chosen by one."""
     return [
         untrusted(key, origins[key].place, f"`{key}=true` on the command line, if you trust that code")
         for key in trusted_keys(config)
@@ -87,13 +87,13 @@ def refuse_trust_of_runs(config: TrainingConfig, recipe: File, origins: Mapping[
 
 
 def untrusted(key: str, where: str, expected: str) -> Problem:
-    """What is wrong with a leave that is written in a run's config."""
-    message = "a run's config gives no leave to run the Python code that comes with a model"
+    """Problem for a permission in a run's config."""
+    message = "a run's config cannot allow the Python code that comes with a model"
     return Problem(key, message, where, expected)
 
 
 def without_trust(config: TrainingConfig) -> TrainingConfig:
-    """The config with no leave in it."""
+    """The config without these permissions."""
     teacher = config.training.teacher and config.training.teacher.model_copy(update={"trust_remote_code": False})
     training = config.training.model_copy(update={"teacher": teacher})
     model = config.model.model_copy(update={"trust_remote_code": False})
@@ -101,7 +101,7 @@ def without_trust(config: TrainingConfig) -> TrainingConfig:
 
 
 def is_of_run(file: File) -> bool:
-    """Whether a file is in the folder of a run or somewhere below one, as it is named or where its links lead."""
+    """Whether a file is inside a run's folder, by its path or after resolving links."""
     folders = (folder for path in (File(os.path.abspath(file)), file.resolve()) for folder in path.parents)
     return any((folder / _CONFIG).exists() and any((folder / name).exists() for name in _OTHERS) for folder in folders)
 

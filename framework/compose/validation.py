@@ -1,4 +1,4 @@
-"""Plain values -> `TrainingConfig`, and pydantic's complaints in words a person can act on."""
+"""Validation of plain values as `TrainingConfig`, with readable messages for pydantic's errors."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,30 +13,30 @@ from framework.schema.config import SCHEMA_VERSION, TrainingConfig
 from framework.schema.keys import Path, dotted, key_at, up_to_list
 
 _BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
-"""Words for true and false in YAML 1.1; and both where they stand in quotes."""
+"""YAML 1.1's spellings of true and false, and quoted ones."""
 _BOOLEANS |= {"true": "true, without quotes", "false": "false, without quotes"}
 _VERSIONS = "1" if SCHEMA_VERSION == 1 else f"1 to {SCHEMA_VERSION}"
 _PREFERENCE = "preference, with training.preference.loss_type"
-_MEANT = {
+_SYNONYMS = {
     "training.task": {
         **{name: f"{_PREFERENCE}={name}" for name in ("dpo", "ipo", "orpo", "simpo", "kto")},
         **{"pt": "pretrain", "cpt": "pretrain", "pretraining": "pretrain", "rm": "reward", "kd": "distillation"},
         **{"gkd": "distillation", "finetune": "sft", "instruct": "sft"},
     },
 }
-"""Key -> what others write there -> what that is here, where the spelling does not tell."""
+"""Key -> another tool's value -> ours, for values that are not spelled alike."""
 
 
 def validate(
     written: Mapping[str, Any],
     place: Callable[[Path], str | None],
     problems: list[Problem],
-    told: frozenset[Path] = frozenset(),
+    reported: frozenset[Path] = frozenset(),
 ) -> tuple[TrainingConfig, frozenset[str]]:
-    """The config of all valid keys, and the dotted keys that were left out because they are not valid.
+    """The config of all valid keys, and the dotted keys that were left out as invalid.
 
-    One problem for each bad value. A bad value inside a list or mapping takes the whole key with it, and one that a
-    section cannot do without the section. `told` are the places of bad values that were left out before.
+    Adds a problem for each bad value. A bad value inside a list or mapping invalidates the whole key, and a bad
+    required value its section. `reported` are paths of bad values from earlier passes.
     """
     try:
         return TrainingConfig.model_validate(written), frozenset()
@@ -45,24 +45,24 @@ def validate(
             _path(dict(detail), written): dict(detail) for detail in reversed(error.errors(include_url=False))
         }
     for path, detail in list(reversed(complaints.items()))[:MAX_PROBLEMS]:
-        if path not in told:
+        if path not in reported:
             problems.append(_problem(path, detail, place(path)))
     bad = {up_to_list(path[:-1] if item["type"] == "missing" else path) for path, item in complaints.items()}
     rest: Mapping[str, Any] = written
     for path in bad:
         rest = _without(rest, path)
-    config, more = validate(rest, place, problems, told | complaints.keys())
+    config, more = validate(rest, place, problems, reported | complaints.keys())
     return config, more | {dotted(path) for path in bad}
 
 
 def shown(value: object) -> str:
-    """A value as it is quoted in a message, cut when long."""
+    """A value for a message, shortened if long."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _path(detail: dict[str, Any], written: Any) -> Path:
-    """The written place a complaint is about; pydantic's own markers for branches of a union are left out."""
+    """The written path of a pydantic error, without its markers for union branches."""
     path: list[str | int] = []
     value = written
     for part in detail["loc"]:
@@ -91,7 +91,7 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
         word = value.lower()
         begun = [choice for choice in key.choices if len(word) > 2 and choice.startswith(word)]
         nearest = next(iter([*begun, *get_close_matches(word, key.choices, 1, 0.5)]), None)
-        nearest = _MEANT.get(dotted(path), {}).get(word, nearest)
+        nearest = _SYNONYMS.get(dotted(path), {}).get(word, nearest)
         if expected and "true or false" in expected:
             nearest = _BOOLEANS.get(word, nearest)
     if isinstance(value, str) and key and key.is_list and value:
@@ -101,14 +101,14 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
             nearest = f"[{value}]"
     if expected == "text" and isinstance(value, int | float):
         expected = "text, in quotes"
-    if expected == "text" and detail["type"] == "value_error":  # it is a text, of which the key's own check says more
+    if expected == "text" and detail["type"] == "value_error":  # the key's own check has a better message
         return Problem(dotted(path), str(detail["ctx"]["error"]), where, None, nearest)
-    why = ", which no search decides" if value == "auto" and key else ""
+    why = ", since no search decides it" if value == "auto" and key else ""
     return Problem(dotted(path), f"cannot be {shown(value)}{why}", where, expected, nearest)
 
 
 def _other_version(version: int) -> str:
-    """Of a recipe written for a schema that this version does not have."""
+    """Message for a recipe with another schema version."""
     if version < 1:
         return f"there is no schema version {version}; the newest is {SCHEMA_VERSION}"
     return f"this recipe needs schema version {version}, you have {SCHEMA_VERSION}: upgrade tunesmith"

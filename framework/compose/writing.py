@@ -1,5 +1,4 @@
-"""Composed requests as text: with the origin of each value, as the keys in which two differ, with other values as a
-recipe."""
+"""Text of composed requests: YAML with origins, differences of two requests, and a recipe with changed values."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +21,12 @@ from framework.text import dump
 
 
 def to_annotated_yaml(config: TrainingConfig, origins: Mapping[str, Origin]) -> str:
-    """The same text with the origin of each value as a comment behind it."""
+    """The config as YAML, with the origin of each value as a comment."""
     return "\n".join(_lines(config.model_dump(), "", origins)) + "\n"
 
 
 def _lines(value: Any, key: str, origins: Mapping[str, Origin]) -> Iterator[str]:
-    """The lines of a mapping or list, its scalars as `dump` writes them."""
+    """Lines of a mapping or list, with scalars as `dump` writes them."""
     for name, child in value.items() if isinstance(value, dict) else enumerate(value):
         is_item = isinstance(name, int)
         here = f"{key}[{name}]" if is_item else f"{key}.{name}".removeprefix(".")
@@ -41,12 +40,12 @@ def _lines(value: Any, key: str, origins: Mapping[str, Origin]) -> Iterator[str]
 
 
 ABSENT = "(absent)"
-"""Stands for an item or free key that only the other request has."""
+"""Value of an item or free key that only the other request has."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One key, its two values, and who wrote each."""
+    """A key with its two values and their origins."""
 
     key: str
     a: Any
@@ -59,7 +58,7 @@ class Difference:
 
 
 def differences(a: Composition, b: Composition) -> list[Difference]:
-    """In the order of the schema. Lists are compared item by item."""
+    """Keys that differ, in the order of the schema. Lists are compared item by item."""
     ours, theirs = _compared_values(a), _compared_values(b)
     keys = [*ours, *(key for key in theirs if key not in ours)]
     return [
@@ -81,21 +80,21 @@ def _compared_values(composition: Composition) -> dict[str, Any]:
 
 
 def amended(recipe: str, words: Sequence[str], config: TrainingConfig, changes: Sequence[str]) -> str:
-    """The recipe's own text with the `words` of the command line and then `changes` in it, without a machine; on top
-    the line by which editors find the schema.
+    """The recipe's own text with the overrides `words` and then `changes` applied, without the `gpu` section; its first
+    line points editors at the schema.
 
-    Comments are lost. Where that does not compose to `config`, the text is what `config` has other than by default, and
-    where that does not either, every key.
+    Comments are lost. If that does not compose to `config`, the text has all values that differ from the defaults; if
+    that does not either, all keys.
     """
-    said = f"{editors_line()}# {on_one_line(Path(recipe).stem)}, fitted to {config.gpu.name} by `tunesmith fit`.\n"
+    head = f"{editors_line()}# {on_one_line(Path(recipe).stem)}, fitted to {config.gpu.name} by `tunesmith fit`.\n"
     whole = {key: value for key, value in config.model_dump().items() if key != "gpu"}
     short = {"schema_version": SCHEMA_VERSION, **_unlike(whole, TrainingConfig().model_dump())}
-    texts = (said + dump(document) for document in (_document(recipe, [*words, *changes]), short))
-    return next((text for text in texts if _composes(text, config)), said + dump(whole))
+    texts = (head + dump(document) for document in (_document(recipe, [*words, *changes]), short))
+    return next((text for text in texts if _composes(text, config)), head + dump(whole))
 
 
 def _unlike(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The values that are not the default ones; sections that have none are left out."""
+    """The values that differ from the defaults; empty sections are left out."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         default = defaults.get(key)
@@ -138,7 +137,7 @@ def _write(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _composes(text: str, config: TrainingConfig) -> bool:
-    """Whether the text, on the same cards, is the config."""
+    """Whether the text composes to the config on the same cards."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(text, encoding="utf-8")
@@ -151,7 +150,7 @@ def _composes(text: str, config: TrainingConfig) -> bool:
 
 
 def _plain(config: TrainingConfig) -> dict[str, Any]:
-    """With the batch said in one way."""
+    """The config as a dict, with a normalized batch."""
     document = config.model_dump()
     batch = config.batch
     document["training"] |= {"gradient_accumulation_steps": batch.accumulation, "global_batch_size": None}

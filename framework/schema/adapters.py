@@ -1,4 +1,4 @@
-"""The kinds of adapters: one row of facts each. No torch."""
+"""Facts of the adapter kinds, one row each. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,32 +14,32 @@ _STARTED = (*_FACTORS, "lora_init")
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What is true of one kind of adapter."""
+    """Facts of one kind of adapter."""
 
     keys: tuple[str, ...] = _FACTORS
-    """Keys of `peft` that it reads and that not all kinds do."""
+    """Keys of `peft` that it uses, except those of all kinds."""
     has_own_start: bool = False
-    """Whether its layers start from numbers of their own, not from the weights that they adapt."""
+    """Whether its initialization is independent of the adapted weights."""
     moves_base: bool = False
-    """Whether it takes its start out of the base: without the adapter the model is not what it was before training."""
+    """Whether its initial values are subtracted from the base, so that the base alone is not the original model."""
     is_decomposed: bool = False
-    """Whether it starts from a decomposition of each weight, made where the weights are."""
+    """Whether it is initialized from a decomposition of each weight, on the weights' device."""
     is_cut: bool = False
-    """Whether it is a product of two matrices, of which one can be cut as the weight next to them is."""
+    """Whether tensor parallelism can split it along with the adapted weight."""
 
     @property
     def trains_tokens(self) -> bool:
-        """Whether it can train single rows of the embedding: what peft calls LoRA, whatever its start."""
+        """Whether it can train single rows of the embedding: all kinds that peft implements as LoRA."""
         return self.has_factors
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it trains tokens before the row, on no module."""
+        """Whether it trains virtual tokens before the row instead of modules."""
         return "num_virtual_tokens" in self.keys
 
     @property
     def has_factors(self) -> bool:
-        """Whether it trains a pair of matrices for each that it adapts."""
+        """Whether it trains a pair of matrices for each adapted one."""
         return "lora_alpha" in self.keys
 
 

@@ -1,4 +1,4 @@
-"""Positions as a Hugging Face config states them, and `model.rope_scaling`, which stretches them."""
+"""Positions in a Hugging Face config, and `model.rope_scaling`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -10,25 +10,25 @@ from framework.schema.facts import NO_MEMORY
 from framework.schema.params import Integer, Number, Params
 
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""Where Hugging Face configs keep the number of positions. `max_seq_len` is MPT's word, `seq_length` ChatGLM's."""
+"""Keys for the number of positions in Hugging Face configs. `max_seq_len` is MPT's, `seq_length` ChatGLM's."""
 
 
 def language_part(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's settings: models that also see or hear keep them one level down."""
+    """The language model's settings, which multimodal models have in a nested config."""
     text = settings.get("text_config")
     return text if isinstance(text, Mapping) else settings
 
 
 def position_count(settings: Mapping[str, Any]) -> int | None:
-    """Positions that the architecture was made for; None when it has no limit (ALiBi, relative) or says none."""
+    """Number of positions of the architecture; None if it has no limit (ALiBi, relative) or states none."""
     part = language_part(settings)
     return next((part[key] for key in POSITION_KEYS if type(part.get(key)) is int), None)
 
 
 def scales_positions(settings: Mapping[str, Any]) -> bool:
-    """Whether positions are stretched, in all layers or in one kind of them (then one level deeper).
+    """Whether positions are scaled, in all layers or in one layer type (then nested one level deeper).
 
-    transformers 5 writes `rope_parameters`, earlier versions `rope_scaling`; both may stand there saying "default".
+    transformers 5 writes `rope_parameters`, earlier versions `rope_scaling`; both may have the type "default".
     """
     part = language_part(settings)
     ropes = [part[key] for key in ("rope_scaling", "rope_parameters") if isinstance(part.get(key), Mapping)]
@@ -37,16 +37,16 @@ def scales_positions(settings: Mapping[str, Any]) -> bool:
 
 
 def laid_over(own: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's own config with what was written of it in place of its values.
+    """A model's own config, overridden by the written values.
 
-    Both say rotary positions and the dtype in one way, that of transformers 5: an earlier version's `rope_theta` next
-    to the `rope_parameters` of a newer one would be read by nobody.
+    Rotary positions and dtype of both are first converted to the keys of transformers 5: an older `rope_theta` next to
+    newer `rope_parameters` would be ignored.
     """
     below, above = with_current_names(own), with_current_names(written)
     rope = above.get(_ROPE)
     if isinstance(rope, Mapping) and isinstance(below.get(_ROPE), Mapping):
         own_rope = below[_ROPE]
-        if "rope_type" in rope:  # of another kind, of which the base alone is the same
+        if "rope_type" in rope:  # another type keeps only the base
             own_rope = {name: value for name, value in own_rope.items() if name == "rope_theta"}
         above[_ROPE] = {**own_rope, **rope}
     return {**below, **above}
@@ -70,7 +70,7 @@ def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RopeType(Choice):
-    """How positions are stretched, by transformers' names."""
+    """Types of position scaling, by transformers' names."""
 
     LINEAR = "linear"
     DYNAMIC = "dynamic"
@@ -84,35 +84,36 @@ OWN_KEYS: Mapping[RopeType, Mapping[str, float | None]] = {
     RopeType.YARN: {"attention_factor": None, "beta_fast": None, "beta_slow": None},
     RopeType.LLAMA3: {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-"""Keys that are of one kind alone, with the value that an unset one stands for in a config; None leaves it out."""
+"""Keys of one type only, with the value that is written if unset; None leaves the key out."""
 
 _Above0 = Annotated[Number, Field(gt=0)]
 
 
 class RopeScaling(Params):
-    """Stretched rotary positions. They replace a stretching of the model's own and are written to its saved config."""
+    """Scaled rotary positions. They replace scaling in the model's config and are saved with it."""
 
     rope_type: RopeType
-    """`linear` divides positions by `factor`; `yarn` and `llama3` stretch slow frequencies and leave fast ones;
-    `dynamic` changes the base for rows longer than the model was trained on, and nothing below. No memory."""
+    """`linear` divides positions by `factor`; `yarn` and `llama3` scale low frequencies and keep high ones; `dynamic`
+    changes the base only for rows longer than the original length. No memory."""
     factor: Annotated[Number, Field(ge=1)]
-    """Times as many positions as the model was trained on. No memory: that of longer rows is `model_max_length`'s."""
+    """Ratio of the new to the original number of positions. No memory by itself: longer rows cost by
+    `model_max_length`."""
     original_max_position_embeddings: Annotated[Annotated[Integer, Field(ge=1)] | None, NO_MEMORY] = None
-    """Positions that it was trained on. Unset: what its config says."""
+    """Original number of positions. Unset: that of the model's config."""
     rope_theta: Annotated[_Above0 | None, NO_MEMORY] = None
     """Base of the frequencies. Unset: the model's."""
     attention_factor: Annotated[_Above0 | None, NO_MEMORY] = None
-    """What `yarn` multiplies cosines and sines by. Unset: 0.1 ln(factor) + 1."""
+    """Factor on cosines and sines in `yarn`. Unset: 0.1 ln(factor) + 1."""
     beta_fast: Annotated[_Above0 | None, NO_MEMORY] = None
-    """Turns within the original length above which `yarn` leaves a frequency. Unset: 32."""
+    """Rotations within the original length above which `yarn` keeps a frequency. Unset: 32."""
     beta_slow: Annotated[_Above0 | None, NO_MEMORY] = None
-    """Turns below which `yarn` stretches it in full. Unset: 1."""
+    """Rotations below which `yarn` scales a frequency fully. Unset: 1."""
     low_freq_factor: Annotated[_Above0 | None, NO_MEMORY] = None
-    """Turns within the original length below which `llama3` stretches a frequency in full. Unset: 1."""
+    """Rotations within the original length below which `llama3` scales a frequency fully. Unset: 1."""
     high_freq_factor: Annotated[_Above0 | None, NO_MEMORY] = None
-    """Turns above which `llama3` leaves it. Unset: 4."""
+    """Rotations above which `llama3` keeps a frequency. Unset: 4."""
 
 
 def has_limit(scaling: RopeScaling | None) -> bool:
-    """Whether positions are stretched to a number of them, not by the rows that come."""
+    """Whether scaling gives a fixed number of positions, unlike dynamic scaling."""
     return scaling is not None and scaling.rope_type is not RopeType.DYNAMIC

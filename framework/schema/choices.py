@@ -1,4 +1,4 @@
-"""Every closed set of words a recipe may use, each with the other spellings people know it by."""
+"""Enumerations of a recipe's values, with accepted alternative spellings."""
 
 from enum import StrEnum
 from typing import Any, Self
@@ -8,7 +8,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 class Choice(StrEnum):
-    """A word from a closed set. Letter case does not matter; `other_spellings` are accepted as well."""
+    """A value from a closed set, case-insensitive; `other_spellings` are accepted as well."""
 
     @classmethod
     def other_spellings(cls) -> dict[str, str]:
@@ -24,7 +24,7 @@ class Choice(StrEnum):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """The member that `value` spells; a pydantic error naming all choices otherwise."""
+        """The member for `value`. Raises a pydantic error that names all choices."""
         try:
             return cls(value)  # type: ignore[arg-type]
         except ValueError:
@@ -45,7 +45,7 @@ class Choice(StrEnum):
 
 
 class Task(Choice):
-    """What a run trains for."""
+    """Training tasks."""
 
     SFT = "sft"
     PRETRAIN = "pretrain"
@@ -57,17 +57,18 @@ class Task(Choice):
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether the model gives one answer for a row as a whole, by a head of its own, and not one a token."""
+        """Whether the model has a head with one output per row instead of per token."""
         return self in (Task.CLASSIFICATION, Task.REGRESSION, Task.REWARD)
 
     @property
     def is_next_token(self) -> bool:
-        """Whether the loss is the cross entropy of each next token alone, which a part of a row can tell."""
+        """Whether the loss is the cross entropy of each next token, so that parts of a row can be computed
+        separately."""
         return self in (Task.SFT, Task.PRETRAIN)
 
 
 class PreferenceLoss(Choice):
-    """What is minimised over preferences, by the names of TRL's trainers and of the papers."""
+    """Losses of preferences, by the names of TRL and the papers."""
 
     DPO = "dpo"
     IPO = "ipo"
@@ -81,7 +82,7 @@ class PreferenceLoss(Choice):
 
 
 class Divergence(Choice):
-    """How far the student's next tokens are from the teacher's."""
+    """Divergence between the next-token distributions of student and teacher."""
 
     FORWARD_KL = "forward_kl"
     REVERSE_KL = "reverse_kl"
@@ -100,7 +101,7 @@ class Rounding(Choice):
 
 
 class Fp8(Choice):
-    """Which matrix products run in 8-bit floats, by how many scales an operand has."""
+    """Matrix products in 8-bit floats, by the number of scales per operand."""
 
     NONE = "none"
     TENSORWISE = "tensorwise"
@@ -108,7 +109,7 @@ class Fp8(Choice):
 
 
 class OptimizerOffload(Choice):
-    """Where optimizer states stay between two steps."""
+    """Where optimizer states are kept between steps."""
 
     NONE = "none"
     HOST = "host"
@@ -120,7 +121,7 @@ class OptimizerOffload(Choice):
 
 
 class EmaDevice(Choice):
-    """Where the moving average of the weights is."""
+    """Where the moving average of the weights is kept."""
 
     DEVICE = "device"
     HOST = "host"
@@ -131,7 +132,7 @@ class EmaDevice(Choice):
 
 
 class MixedPrecision(Choice):
-    """The dtype that autocast computes in."""
+    """dtype of autocast."""
 
     NONE = "none"
     BF16 = "bf16"
@@ -146,7 +147,7 @@ class MixedPrecision(Choice):
 
 
 class TorchDtype(Choice):
-    """The dtype that the weights are held in; `auto` is the checkpoint's own, as Hugging Face means it."""
+    """dtype of the weights; `auto` is the checkpoint's own, as in Hugging Face."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -159,7 +160,7 @@ class TorchDtype(Choice):
 
 
 class Scheduler(Choice):
-    """The shape of the learning rate after warm-up."""
+    """Shapes of the learning rate after warm-up."""
 
     LINEAR = "linear"
     COSINE = "cosine"
@@ -176,7 +177,7 @@ class Scheduler(Choice):
 
 
 class CheckpointingPolicy(Choice):
-    """What a checkpointed block keeps besides its input."""
+    """What a checkpointed block keeps in addition to its input."""
 
     FULL = "full"
     SAVE_ATTENTION = "save_attention"
@@ -184,21 +185,21 @@ class CheckpointingPolicy(Choice):
 
 
 class CompileScope(Choice):
-    """What torch.compile sees at once."""
+    """Unit of compilation."""
 
     BLOCK = "block"
     MODEL = "model"
 
 
 class OnOutOfMemory(Choice):
-    """What a run does when the card is full."""
+    """Reaction to running out of memory."""
 
     STOP = "stop"
     SHRINK = "shrink"
 
 
 class Tracker(Choice):
-    """Where metrics go besides `metrics.jsonl`; the name is that of the package."""
+    """Trackers in addition to `metrics.jsonl`, by package name."""
 
     @classmethod
     def other_spellings(cls) -> dict[str, str]:
@@ -213,7 +214,7 @@ class Tracker(Choice):
 
 
 class Attention(Choice):
-    """The attention kernel."""
+    """Attention kernels."""
 
     EAGER = "eager"
     SDPA = "sdpa"
@@ -234,7 +235,7 @@ class Attention(Choice):
 
 
 class SdpaBackend(Choice):
-    """The kernel behind torch's scaled_dot_product_attention."""
+    """Kernels of torch's scaled_dot_product_attention."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -249,7 +250,7 @@ class SdpaBackend(Choice):
 
 
 class PeftMethod(Choice):
-    """The adapter's kind."""
+    """Kinds of adapters."""
 
     LORA = "lora"
     RSLORA = "rslora"
@@ -265,7 +266,7 @@ class PeftMethod(Choice):
 
 
 class LoraInit(Choice):
-    """Where LoRA's A matrices start; B starts at 0."""
+    """Initialization of LoRA's A matrices; B starts at 0."""
 
     KAIMING = "kaiming"
     GAUSSIAN = "gaussian"
@@ -273,7 +274,7 @@ class LoraInit(Choice):
 
 
 class PeftSaveMode(Choice):
-    """What is written when an adapter was trained."""
+    """Contents of the export of an adapter run."""
 
     ADAPTER_ONLY = "adapter_only"
     ADAPTER_AND_BASE_MODEL = "adapter_and_base_model"
@@ -281,14 +282,14 @@ class PeftSaveMode(Choice):
 
 
 class Quantization(Choice):
-    """The 4-bit code of bitsandbytes."""
+    """4-bit data types of bitsandbytes."""
 
     NF4 = "nf4"
     FP4 = "fp4"
 
 
 class ShardingStrategy(Choice):
-    """What is split over the ranks."""
+    """What FSDP shards over the ranks."""
 
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
@@ -298,7 +299,7 @@ class ShardingStrategy(Choice):
 
 
 class BackwardPrefetch(Choice):
-    """When the next block's weights are gathered in backward."""
+    """When FSDP gathers the next block's weights in backward."""
 
     BACKWARD_PRE = "BACKWARD_PRE"
     BACKWARD_POST = "BACKWARD_POST"
@@ -310,14 +311,14 @@ class BackwardPrefetch(Choice):
 
 
 class StateDictType(Choice):
-    """How a sharded checkpoint is written."""
+    """Formats of a sharded checkpoint."""
 
     SHARDED_STATE_DICT = "SHARDED_STATE_DICT"
     FULL_STATE_DICT = "FULL_STATE_DICT"
 
 
 class RowFormat(Choice):
-    """The shape of a dataset's rows."""
+    """Formats of rows."""
 
     TEXT = "text"
     MESSAGES = "messages"
@@ -331,7 +332,7 @@ class RowFormat(Choice):
 
 
 class Mixing(Choice):
-    """How several sources become one; the last two draw each row's source by weight, as `interleave_datasets` does."""
+    """How sources are combined; the last two sample each row's source by weight, as `interleave_datasets` does."""
 
     CONCATENATE = "concatenate"
     FIRST_EXHAUSTED = "first_exhausted"
@@ -339,7 +340,7 @@ class Mixing(Choice):
 
 
 class Supervise(Choice):
-    """Which tokens the loss is taken over."""
+    """Which tokens the loss is computed on."""
 
     ASSISTANT = "assistant"
     LAST = "last"
@@ -348,7 +349,7 @@ class Supervise(Choice):
 
 
 class Truncation(Choice):
-    """What happens to a row longer than `model.model_max_length`."""
+    """Handling of rows longer than `model.model_max_length`."""
 
     DROP = "drop"
     LEFT = "left"

@@ -1,4 +1,4 @@
-"""`TrainingConfig`: the one object that says everything a run was asked to do."""
+"""`TrainingConfig`: the complete, typed configuration of a run."""
 
 import math
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ from framework.schema.plural import counted
 from framework.schema.training import TrainingParams
 
 SCHEMA_VERSION = 1
-"""Raised when a key is added or removed, so that a recipe can say what it needs."""
+"""Incremented when a key is added or removed, so that a recipe can state what it needs."""
 
 MOST_STATIC_LENGTHS = 8
-"""Up to so many row lengths each gets compiled code of its own, which a GPU needs 8-10 s to make
-(docs/evidence/speed.md, H100); for more, one code serves all lengths after the first."""
+"""Number of row lengths up to which code is compiled for each, which takes 8-10 s on a GPU (docs/evidence/speed.md,
+H100); with more, the code for a dynamic length is used after the first."""
 MOST_EVAL_ROWS = 8
-"""Rows of a forward pass of evaluation where nobody says how many and training takes as many: transformers' default."""
+"""Default maximum of rows per forward pass of evaluation, as in transformers."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """`global = per_device x accumulation x world`, in rows per optimizer step.
 
-    `world` counts devices, or groups of `context` devices that share their rows, or of `tensor` that share matrices.
+    `world` counts devices, or groups of `context` (context parallel) or `tensor` (tensor parallel) devices.
     """
 
     per_device: int
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def across(self) -> str:
-        """How many rows all devices take at once, in words."""
+        """Rows that all devices take at once, for a message."""
         if self.context * self.tensor > 1:
             groups = f"{counted(self.world, 'group')} of {self.context * self.tensor} devices"
             shared = "row" if self.context > 1 else "matrix"
@@ -58,7 +58,7 @@ class Batch:
 
 
 class TrainingConfig(Params):
-    """A whole run, composed and typed. Any subset constructs; what a verb needs is checked by that verb."""
+    """A run, composed and typed. Any subset can be constructed; each command checks what it needs."""
 
     schema_version: Annotated[Integer, Field(ge=1, le=SCHEMA_VERSION), FREE] = SCHEMA_VERSION
     """Version of the schema that the recipe was written for."""
@@ -77,41 +77,42 @@ class TrainingConfig(Params):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several devices, or groups that share each matrix, each hold the whole model and add up gradients."""
+        """Whether several devices, or tensor-parallel groups, hold copies of the model and all-reduce gradients."""
         return self.gpu.count > self.fsdp.tensor_parallel_size and not self.fsdp.is_sharded
 
     @property
     def has_first_adapter(self) -> bool:
-        """Whether a preference is measured against the base with the adapter that the run goes on training."""
+        """Whether the reference of a preference is the base with the adapter that the run continues."""
         starts_trained = self.training.use_peft and self.peft.adapter_path is not None
         return starts_trained and self.training.has_reference and not self.training.asks_reference_once
 
     @property
     def adds_up_after_backward(self) -> bool:
-        """Whether they do so when backward is done, not next to it: a rank that runs out of memory tells the others
-        before, and all of them make the step again."""
+        """Whether gradients are reduced after backward instead of during it, so that a rank that runs out of memory can
+        signal the others and all retry the step."""
         return self.is_replicated and self.training.on_oom is OnOutOfMemory.SHRINK
 
     @property
     def context_size(self) -> int:
-        """Devices that share each row."""
+        """Devices of a context-parallel group."""
         if self.model.attn_implementation is not Attention.RING_ATTENTION:
             return 1
         return self.fsdp.context_parallel_size or self.gpu.count
 
     @property
     def sharing(self) -> int:
-        """Devices that take the same rows: those that share each row, or each matrix."""
+        """Devices that take the same rows: a context- or tensor-parallel group."""
         return self.context_size * self.fsdp.tensor_parallel_size
 
     def padded(self, tokens: int) -> int:
-        """The length of a micro batch whose longest row has `tokens`; rows that are shared are cut into equal parts."""
+        """Length of a micro batch whose longest row has `tokens`; context parallel needs equal parts."""
         multiple = math.lcm(self.data.pad_to_multiple_of or 1, 2 * self.context_size if self.context_size > 1 else 1)
         return -(-tokens // multiple) * multiple
 
     @property
     def longest(self) -> int:
-        """Tokens in a row of the largest micro batch, padding included. Raises ValueError while the limit is open."""
+        """Tokens of a row in the largest micro batch, padding included. Raises ValueError before the limit is
+        resolved."""
         length = self.model.model_max_length
         if not isinstance(length, int):
             raise ValueError("the longest row is not known before model.model_max_length is resolved")
@@ -119,14 +120,14 @@ class TrainingConfig(Params):
 
     @property
     def possible_lengths(self) -> int:
-        """How many lengths a micro batch can have when rows are padded to a multiple; 0: any length."""
+        """Number of possible lengths of a micro batch if rows are padded to a multiple; 0: any length."""
         multiple, length = self.data.pad_to_multiple_of, self.model.model_max_length
         return 0 if multiple is None or not isinstance(length, int) else self.longest // multiple
 
     @property
     def eval_rows(self) -> int:
-        """Rows of a forward pass of evaluation: as written, else as many as in training, at most `MOST_EVAL_ROWS`.
-        Raises ValueError while either is `auto`."""
+        """Rows per forward pass of evaluation: as written, else as in training, at most `MOST_EVAL_ROWS`. Raises
+        ValueError while either is `auto`."""
         written = self.training.per_device_eval_batch_size
         if written == "auto":
             raise ValueError("the rows of evaluation are not known while they are `auto`")
@@ -134,7 +135,7 @@ class TrainingConfig(Params):
 
     @property
     def batch(self) -> Batch:
-        """The batch equation. Raises ValueError when the global batch does not divide, or a size is still `auto`."""
+        """The batch equation. Raises ValueError if the global batch does not divide, or a size is still `auto`."""
         training, shared = self.training, (self.context_size, self.fsdp.tensor_parallel_size)
         world = self.gpu.count // self.sharing
         micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""`data`: the rows, which slice of a source they are, and which of their tokens are supervised."""
+"""`data`: sources of rows, their slices, and which of their tokens are supervised."""
 
 import re
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class Bound:
 
     @property
     def needs_count(self) -> bool:
-        """Whether the number of rows has to be known to say which row is meant."""
+        """Whether resolving it needs the number of rows."""
         return self.is_share or self.number < 0
 
     def of(self, count: int) -> int:
-        """The row that is meant among `count`, rounded and clipped as `datasets` does."""
+        """The row index among `count` rows, rounded and clipped as in `datasets`."""
         row = round(self.number * count / 100) if self.is_share else self.number
         return min(max(row + count, 0) if row < 0 else row, count)
 
@@ -61,10 +61,12 @@ class Split:
 
 
 def parse_split(written: str) -> Split:
-    """One split or slice. Raises ValueError for what is none."""
+    """Parse one split or slice. Raises ValueError."""
     found = _PART.fullmatch(written)
     if found is None:
-        raise ValueError(f"{written!r} is no split; expected `train`, `train[:1000]`, `train[10%:]` or `train[-500:]`")
+        raise ValueError(
+            f"{written!r} is not a split, such as `train`, `train[:1000]`, `train[10%:]` or `train[-500:]`"
+        )
     ends = [
         Bound(int(found[end]), found[f"{end}_share"] is not None) if found[end] is not None else None
         for end in ("first", "last")
@@ -73,7 +75,7 @@ def parse_split(written: str) -> Split:
 
 
 def check_split(written: str) -> str:
-    """The text itself. Raises ValueError unless it is a split, or several joined by `+`."""
+    """Check a split, or several joined by `+`. Raises ValueError."""
     for part in written.split("+"):
         parse_split(part.strip())
     return written
@@ -83,28 +85,28 @@ class DatasetParams(Params):
     """One source of rows."""
 
     path: DataPath
-    """Local file (JSONL, JSON, CSV, text, each also as .gz, .bz2, .xz or .zst; Parquet, Arrow), a folder of them, one
-    that `save_to_disk` wrote, a glob, a URL of such files (`s3://`, `gs://`, `https://`,
-    `hf://datasets/owner/name/file`), which are fetched, a hub id, `python_stdlib` or `python_docstrings`, which every
-    Python has, or `python_rows`, rows that a program hands to `framework.train`."""
+    """Local file (JSONL, JSON, CSV, text, each also as .gz, .bz2, .xz or .zst; Parquet, Arrow), a folder of them, a
+    folder written by `save_to_disk`, a glob, a URL of such files (`s3://`, `gs://`, `https://`,
+    `hf://datasets/owner/name/file`), which are downloaded, a hub id, the built-in `python_stdlib` or
+    `python_docstrings`, or `python_rows`, rows passed to `framework.train`."""
     name: str | None = None
     """Configuration of a hub dataset."""
     split: Annotated[str, AfterValidator(check_split)] = "train"
     """Split of a hub dataset or a folder, or a slice of it (of a file too): `train[:1000]`, `train[10%:]`,
-    `train[-500:]`. A share or a negative number has the rows counted first, which reads a local source twice."""
+    `train[-500:]`. A percentage or a negative number needs the number of rows, so a local source is read twice."""
     weight: Annotated[Number, Field(gt=0)] | None = None
-    """Share of this source in a mixture (`data.mixing`), next to the other weights: 3 and 1 are 75 % and 25 %."""
+    """Weight of this source in a mixture (`data.mixing`), relative to the others: 3 and 1 are 75 % and 25 %."""
     format: RowFormat | None = None
     """Shape of the rows (docs/data.md). Unset: detected from the columns, and printed."""
     columns: FrozenMapping = FrozenMapping()
-    """Our name -> the file's column, where they differ: `{text: body}`."""
+    """Our name -> the file's column, if they differ: `{text: body}`."""
     eval_set: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
-    """Of `data.eval`: the named set that the source belongs to. `eval: {code: [..], chat: [..]}` says the same."""
+    """In `data.eval`, the named set of the source. `eval: {code: [..], chat: [..]}` is the same."""
     template: FrozenMapping | str | None = None
-    """Columns made of the row's own by Jinja, in place of them: `{prompt: "{{ question }}?", completion: ..}`, or one
-    text, which is the column `text`. A template that is one column takes its value as it is."""
+    """Columns rendered from the row's own with Jinja, which replace them: `{prompt: "{{ question }}?", completion:
+    ..}`, or one text for the column `text`. A template that is just one column keeps its value as it is."""
     digest: str | None = None
-    """What rows from Python add up to, written into the run's config; with it, other rows are refused."""
+    """Digest of rows from Python, written to the run's config; if set, other rows are refused."""
 
 
 Datasets = Annotated[tuple[DatasetParams, ...], BeforeValidator(parse_sequence)]
@@ -120,62 +122,62 @@ _CUT = UsedUnless(
 
 
 class DataParams(Params):
-    """What the model reads."""
+    """Rows for training and evaluation."""
 
     train: Annotated[Datasets, NO_MEMORY] = ()
-    """Sources to learn from."""
+    """Sources of training rows."""
     eval: Datasets = ()
-    """Sources to evaluate on. A mapping of names to lists makes named sets: `eval_loss` and the other metrics are of
-    all of them, `eval_loss/NAME` of one."""
+    """Sources of evaluation rows. A mapping of names to lists makes named sets: `eval_loss` and the other metrics cover
+    all of them, `eval_loss/NAME` one."""
     mixing: Annotated[Mixing, NO_MEMORY] = Mixing.CONCATENATE
-    """How several training sources become an epoch. `concatenate`: all rows of all. The others draw the source of each
-    row by `weight`: `first_exhausted` stops when one source has given all its rows, so others lose some;
-    `all_exhausted` goes on until every source has, so others repeat. 8 bytes a row drawn."""
+    """How training sources are combined into an epoch. `concatenate`: all rows of all. The others sample the source of
+    each row by `weight`: `first_exhausted` stops when the first source runs out, so other sources lose rows;
+    `all_exhausted` continues until every source has run out, so rows of the others repeat. 8 bytes per sampled row."""
     eval_fraction: Annotated[Number, Field(ge=0, lt=1), UsedWith("data.eval", ((),))] = 0.0
-    """Share of the training rows held out for evaluation when `eval` is empty."""
+    """Share of the training rows held out for evaluation if `eval` is empty."""
     packing: bool = False
-    """Put several rows into one of at most `model.model_max_length` tokens, each a document that does not see the
-    others. Little padding, so fewer steps; a row of the batch sizes is then a pack. `eager` and `sdpa` need a mask of
-    rows x length x length for it, which the fastest kernels do not take; flash_attention_2 needs none."""
+    """Pack several rows into one of at most `model.model_max_length` tokens; each is a document that does not see the
+    others. Less padding, so fewer steps; the batch sizes then count packs. `eager` and `sdpa` need a mask of rows x
+    length x length for it, which the fastest kernels do not take; flash_attention_2 needs none."""
     padding_free: bool = False
-    """Put the rows of a micro batch end to end, so that nothing is padded: the same step from fewer positions. For
+    """Concatenate the rows of a micro batch, so that nothing is padded: the same step with fewer positions. For
     flash_attention_2 and flex_attention; `eager` and `sdpa` need a mask of all tokens x all tokens for it."""
     group_by_length: Annotated[bool, NO_MEMORY] = False
-    """Make steps of rows of about the same length, so that less is padded. The order stays random from step to step;
-    which rows meet in a step is no longer. No memory."""
+    """Put rows of similar length into a step, so that less is padded. The order of steps stays random; the rows within
+    a step are no longer. No memory."""
     pad_to_multiple_of: Positive | None = None
-    """Pad each micro batch to a multiple of this many tokens, so that few lengths occur: compiled code is made for each
-    (up to 8 lengths; else for one that varies). Costs the padding, in the worst batch too when it divides no
-    `model.model_max_length`. Unset: to the longest row."""
+    """Pad each micro batch to a multiple of this many tokens, so that few lengths occur: code is compiled for each (up
+    to 8 lengths; else once for a dynamic length). Costs the padding, in the worst batch too if it does not divide
+    `model.model_max_length`. Unset: pad to the longest row."""
     streaming: Annotated[bool, NO_MEMORY] = False
-    """Read training rows as they are needed, so that no source is held as a whole. Needs `training.max_steps`; rows to
-    evaluate on are read whole."""
+    """Read training rows as they are needed, so that no source is held in memory as a whole. Needs
+    `training.max_steps`; evaluation rows are read completely."""
     shuffle_buffer: Annotated[Positive, NO_MEMORY, UsedWith("data.streaming")] = 1000
-    """Rows of a stream, as they are read, that are shuffled (and packed) among each other; 1 keeps their order. Two
-    times so many rows are in host memory."""
+    """Rows of a stream that are shuffled (and packed) together; 1 keeps their order. Twice as many rows are in host
+    memory."""
     supervise: Annotated[Supervise | None, NO_MEMORY] = None
-    """Tokens the loss is taken over. Unset: the assistant's turns in a chat, the completion of a prompt, every token of
-    a text; under `pretrain` every token of all."""
+    """Tokens that the loss is computed on. Unset: the assistant's turns in a chat, the completion of a prompt, every
+    token of a text; under `pretrain` every token."""
     labels: Annotated[Names | None, UsedWith("training.task", (Task.CLASSIFICATION, Task.REGRESSION), refused=True)] = (
         None
     )
     """Names of the classes of `classification` (of the numbers of `regression`) in the order of the model's outputs.
-    Unset: those that occur in the training rows, sorted; a plan, which reads no rows, assumes two (one). No memory to
-    speak of."""
+    Unset: those that occur in the training rows, sorted; a plan, which reads no rows, assumes two (one). Negligible
+    memory."""
     multi_label: Annotated[bool | None, NO_MEMORY, UsedWith("training.task", (Task.CLASSIFICATION,), refused=True)] = (
         None
     )
     """Whether a row may have several classes, or none. Unset: when labels are lists. No memory."""
     truncation: Annotated[Truncation, NO_MEMORY, _CUT] = Truncation.RIGHT
-    """What happens to a row longer than `model.model_max_length`."""
+    """Handling of rows longer than `model.model_max_length`."""
     cache: Annotated[bool, FREE] = True
-    """Keep tokenised rows in `~/.cache/tunesmith/rows` for the next run with the same files, tokenizer and limits, and
-    take them from there: mapped files of 8 bytes a token. Costs disk, 20 GiB at most."""
+    """Cache tokenized rows in `~/.cache/tunesmith/rows` for the next run with the same files, tokenizer and limits:
+    memory-mapped files of 8 bytes a token. Costs disk, 20 GiB at most."""
     workers: Annotated[Count, FREE] = 0
-    """Processes that prepare batches. Each costs 200 MiB of host memory; a run with more than there is room for is
-    refused, with the number that fits."""
+    """Number of processes that prepare batches. Each costs 200 MiB of host memory; a run whose workers do not fit is
+    refused, with the number that does."""
 
     @property
     def joins_rows(self) -> bool:
-        """Whether a row of a batch may hold several rows of the data."""
+        """Whether a row of a batch may hold several data rows."""
         return self.packing or self.padding_free

@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints: the distance between them, and by which metrics they are compared."""
+"""Intervals of evaluations and checkpoints, and the metrics of each task."""
 
 import math
 from typing import Annotated, Literal
@@ -13,16 +13,16 @@ Interval = Annotated[Integer, Field(ge=1)] | Annotated[Number, Field(gt=0, lt=1)
 
 
 def steps_between(interval: Interval | None, total: int) -> int | None:
-    """Optimizer steps of an interval in a run of `total`; a share is rounded up, as in transformers. None where there
-    is no interval, or it is an epoch, which depends on the rows."""
+    """Optimizer steps of an interval in a run of `total`; a share is rounded up, as in transformers. None for no
+    interval, and for an epoch, which depends on the rows."""
     if interval is None or isinstance(interval, str):
         return None
     return int(interval) if interval >= 1 else max(1, math.ceil(interval * total))
 
 
 def is_due(interval: Interval | None, step: int, total: int, epochs: tuple[float, float]) -> bool:
-    """Whether optimizer step `step` (from 1) of `total` ends an interval. `epochs`: how many had gone by before the
-    step and after it."""
+    """Whether optimizer step `step` (from 1) of `total` ends an interval. `epochs`: completed before and after the
+    step."""
     if interval == "epoch":
         return math.floor(epochs[1] + _ROUNDING) > math.floor(epochs[0] + _ROUNDING)
     steps = steps_between(interval, total)
@@ -30,13 +30,13 @@ def is_due(interval: Interval | None, step: int, total: int, epochs: tuple[float
 
 
 _ROUNDING = 1e-9
-"""Epochs are a quotient of whole steps, which may fall short of a whole number by its last bits."""
+"""Tolerance for epochs, a quotient of steps that may be slightly below an integer."""
 
 
 FROM_PYTHON = "python/"
-"""Before the names of metrics that a program hands over."""
+"""Prefix of metrics passed by a Python program."""
 LOWER_IS_BETTER = frozenset({"eval_loss", "perplexity", "router_loss", "divergence", "mse", "mae"})
-"""Of all others more is better."""
+"""For all others higher is better."""
 
 METRICS = {
     Task.SFT: ("eval_loss", "perplexity", "token_accuracy", "router_loss"),
@@ -47,5 +47,5 @@ METRICS = {
     Task.REGRESSION: ("eval_loss", "mse", "mae", "r2", "pearson"),
     Task.DISTILLATION: ("eval_loss", "divergence", "perplexity", "token_accuracy"),
 }
-"""Those by which the best checkpoint can be chosen. `router_loss` is there with a router loss, `micro_f1` where a row
-has several classes, `reward_accuracy` where answers come in pairs."""
+"""Metrics by which the best checkpoint can be chosen. `router_loss` needs a router loss, `micro_f1` several classes a
+row, `reward_accuracy` pairs."""

@@ -1,8 +1,7 @@
 """Facts of a key, stated where it is defined: `warmup_steps: Annotated[Count | None, STEERING] = None`.
 
-From them follow what a resumed run may change, which keys a comparison of plans passes over, which keys are warned
-about because they do nothing, and what a setting of the levers table needs next to it. `framework.schema.keys` looks
-them up.
+They determine what a resumed run may change, which keys a comparison of plans skips, which keys are warned about as
+having no effect, and what a lever needs to be set in addition. `framework.schema.keys` looks them up.
 """
 
 from collections.abc import Sequence
@@ -12,24 +11,24 @@ from typing import Any
 
 
 class Resume(StrEnum):
-    """What a resumed run that has another value does."""
+    """How a resumed run with another value differs."""
 
     FREE = "free"
-    """The same, to the last bit of its weights and the order of its rows."""
+    """Not at all: bit for bit the same weights and the same order of rows."""
     ROUNDING = "rounding"
-    """The same but for rounding: allowed with `--allow`."""
+    """Only by rounding: allowed with `--allow`."""
     STEERING = "steering"
-    """Something else from here on, from a checkpoint that still loads: allowed with `--allow`."""
+    """It trains differently from here on; the checkpoint still loads: allowed with `--allow`."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What holds for a key, or for all keys of a section."""
+    """Facts of a key, or of all keys of a section."""
 
     memory: bool = True
     """Whether a plan of device memory may depend on it."""
     resume: Resume | None = None
-    """Unset: as the section around it, else as the levers table says, else another value is refused."""
+    """Unset: as its section, else as in the levers table, else another value is refused."""
 
 
 FREE = Facts(memory=False, resume=Resume.FREE)
@@ -39,15 +38,14 @@ NO_MEMORY = Facts(memory=False)
 
 @dataclass(frozen=True)
 class UsedWith:
-    """Another key, and the values of it with which this one, or a section, has an effect; so it may where that key is
-    left `auto`."""
+    """Another key and its values with which this key, or section, has an effect; `auto` counts as one of them."""
 
     key: str
     values: tuple[Any, ...] = (True,)
     because: str = ""
-    """Why it has none else, where the value of the other key does not say it."""
+    """Why it has no effect otherwise, if the other key's value does not explain it."""
     refused: bool = False
-    """Whether a value without effect is an error, not a warning."""
+    """Whether a value without effect is an error instead of a warning."""
 
     def fits(self, value: Any) -> bool:
         return value == "auto" or value in self.values

@@ -1,4 +1,4 @@
-"""`gpu`: facts of the card that a run must fit. A preset states them; nothing outside `gpu` depends on a preset."""
+"""`gpu`: facts of the card that a run has to fit, from a preset or a calibration."""
 
 from typing import Annotated
 
@@ -12,8 +12,8 @@ Capability = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
 
 
 class HostParams(Params):
-    """Times of the processor that feeds the card, as shares of those that a plan's times were fitted on; costs no
-    memory. `tunesmith doctor --calibrate` measures them, without a card too."""
+    """Times of the host processor relative to those that the planner was fitted on; no memory. `tunesmith doctor
+    --calibrate` measures them, also without a card."""
 
     python: Rate = 1.0
     """Calls of modules and hooks, and launches by Python code (triton, bitsandbytes)."""
@@ -37,7 +37,7 @@ class GPUParams(Params):
     capacity_bytes: Count | None = None
     """Memory the driver reports as total (`torch.cuda.mem_get_info()[1]`)."""
     usable_bytes: Count | None = None
-    """Memory free on an idle card, before any context: capacity less what the driver keeps for itself."""
+    """Memory free on an idle card, before any context: capacity minus the driver's own memory."""
     capability: Capability | None = None
     """CUDA compute capability, for example `"8.9"`. Unset: not a CUDA card."""
     multiprocessors: Positive | None = None
@@ -65,17 +65,17 @@ class GPUParams(Params):
     cublas_workspace_bytes: Count | None = None
     """Workspace that cuBLAS holds per handle and stream."""
     host: HostParams | None = None
-    """Speed of the processor next to the card. Unset: step times are the mean over hosts of several speeds."""
+    """Speed of the host processor. Unset: step times are the mean over hosts of several speeds."""
     sources: FrozenMapping = FrozenMapping()
-    """Field -> where its value comes from (data sheet, or measurement with driver, torch version and date). The entry
-    `others` speaks for every field that has none of its own."""
+    """Field -> source of its value (data sheet, or measurement with driver, torch version and date). `others` holds for
+    all fields without an entry."""
 
     @property
     def lacks_bfloat16(self) -> bool:
-        """Whether it is a CUDA card without bfloat16 products: a T4, a V100 and what is older."""
+        """Whether it is a CUDA card without bfloat16 products: T4, V100 and older."""
         return self.capability is not None and int(self.capability.partition(".")[0]) < 8
 
     @property
     def instead_of_float16(self) -> str:
-        """Values of `training.mixed_precision_dtype` that are right where fp16 is not, in words."""
+        """Alternatives to fp16 for `training.mixed_precision_dtype`, for a message."""
         return "none (this card has no bfloat16)" if self.lacks_bfloat16 else "bf16, or none"

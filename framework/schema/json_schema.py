@@ -1,4 +1,4 @@
-"""The JSON Schema of a recipe file, for editors: every spelling that the reader and the schema accept."""
+"""JSON Schema of a recipe file, for editors, with all accepted spellings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ _BOUNDS = {
 }
 _REFERENCE = {"type": "string", "pattern": r"\$\{[A-Za-z_]"}
 _NUMBER = {"type": "string", "pattern": r"^[+-]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][+-]?[0-9]+)?$"}
-"""An editor may read `1e-5` as text; we read it as a number."""
+"""Some YAML parsers read `1e-5` as text; here it is a number."""
 
 
 def recipe_schema(presets: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """JSON Schema of a recipe. `presets` holds the shipped choices of each group; a path stands for any other."""
+    """JSON Schema of a recipe. `presets` has the shipped choices of each group; paths are accepted too."""
     schema: dict[str, Any] = _loosened(TrainingConfig.model_json_schema())
     sources = schema["$defs"]["DataParams"]["properties"]["eval"]["anyOf"]
     sources.append({"type": "object", "additionalProperties": sources[0]})  # named sets
@@ -43,7 +43,7 @@ def recipe_schema(presets: Mapping[str, Sequence[str]]) -> dict[str, Any]:
 
 
 def _loosened(fragment: Any) -> Any:
-    """The fragment with JSON Schema's names of bounds, and with the other spellings of each scalar."""
+    """The fragment with JSON Schema's names of bounds, and with all accepted spellings of scalars."""
     if isinstance(fragment, list):
         return [_loosened(item) for item in fragment]
     if not isinstance(fragment, dict):

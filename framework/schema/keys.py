@@ -1,6 +1,6 @@
-"""The keys a recipe may write, what each takes, and the nearest right one for a key that does not exist.
+"""Lookup of a recipe's keys, their facts and accepted values, and suggestions for unknown keys.
 
-Derived from the JSON Schema that pydantic makes of `TrainingConfig`, so a new field needs nothing here.
+Derived from the JSON Schema of `TrainingConfig`, so a new field needs nothing here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,23 +20,23 @@ from framework.schema.params import Auto
 from framework.schema.renamed import OLD_NAMES
 
 Path = tuple[str | int, ...]
-"""Where a value sits: names of mappings and indices of lists, from the root."""
+"""Path of a value: names of mappings and indices of lists, from the root."""
 
 MOST_LISTED = 25
-"""Keys of a section that a message lists; `training` has three times as many."""
+"""Maximum number of keys that a message lists; `training` has three times as many."""
 
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-"""pydantic's name of a bound -> how a person says it."""
+"""pydantic's name of a bound -> its text in messages."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What may stand at one place. A list of sections has the children of one item."""
+    """What a path accepts. A list of sections has the children of one item."""
 
     children: Mapping[str, "Key"] = field(default_factory=dict)
     is_list: bool = False
     is_free: bool = False
-    """A mapping whose keys are the user's own."""
+    """A mapping with arbitrary keys."""
     choices: tuple[str, ...] = ()
     expected: str = ""
 
@@ -48,19 +48,19 @@ def dotted(path: Path) -> str:
 
 
 def up_to_list(path: Path) -> Path:
-    """The path up to its first list index: the smallest thing a mapping can be without."""
+    """The path up to its first list index: the innermost key that a file can leave out."""
     return next((path[:index] for index, part in enumerate(path) if isinstance(part, int)), path)
 
 
 @cache
 def root() -> Key:
-    """The whole tree of keys."""
+    """The tree of all keys."""
     schema = TrainingConfig.model_json_schema()
     return _key(schema, schema["$defs"])
 
 
 def key_at(path: Path) -> Key | None:
-    """The key at `path`, or None where the schema has nothing. Anything may stand below a free mapping."""
+    """The key at `path`, or None if the schema has none. Below a free mapping everything is accepted."""
     key = root()
     for part in path:
         if key.is_free or (key.is_list and isinstance(part, int)):
@@ -78,19 +78,19 @@ def every_key() -> tuple[str, ...]:
 
 
 def moves_memory(key: str) -> bool:
-    """Whether a plan of device memory may depend on a key."""
+    """Whether the planned device memory may depend on a key."""
     return all(item.memory for item in _stated(key) if isinstance(item, Facts))
 
 
 def resume_of(key: str) -> Resume | None:
-    """What the schema says of a resumed run with another value, the key's own word before that of its section."""
-    said = [item.resume for item in _stated(key) if isinstance(item, Facts) and item.resume is not None]
-    return said[-1] if said else None
+    """The fact about resuming with another value, of the key itself or else of its section."""
+    found = [item.resume for item in _stated(key) if isinstance(item, Facts) and item.resume is not None]
+    return found[-1] if found else None
 
 
 @cache
 def uses_of(key: str) -> tuple[UsedWith, ...]:
-    """The other keys without which a key has no effect, those of the section around it first."""
+    """Conditions on other keys under which a key has an effect, those of its section first."""
     section, _, name = key.rpartition(".")
     own = (item for item in _stated(key) if isinstance(item, UsedWith))
     rows: Mapping[str, tuple[str, Mapping[Any, OptimizerFacts | AdapterFacts]]]
@@ -101,25 +101,25 @@ def uses_of(key: str) -> tuple[UsedWith, ...]:
 
 
 def left_open(config: TrainingConfig) -> tuple[str, ...]:
-    """The levers that are `auto`: those that a search has to decide before anything is built."""
+    """Levers that are `auto`, which a search has to decide before anything is built."""
     return tuple(dotted(path) for path, value in values(config) if value == "auto" and admits_auto(dotted(path)))
 
 
 @cache
 def admits_auto(key: str) -> bool:
-    """Whether `auto` stands for a search's choice there, and is not a word of the key's own, as a dtype's is."""
+    """Whether `auto` asks for a search there, and is not a value of its own, as for a dtype."""
     definitions = _definitions(key)
     return len(definitions) == key.count(".") + 1 and Auto in get_args(definitions[-1].annotation) and "[" not in key
 
 
 def _stated(key: str) -> Iterator[Any]:
-    """What stands at the definitions of a key and of the sections around it, outermost first."""
+    """Annotations of a key and its sections, outermost first."""
     return (item for definition in _definitions(key) for item in definition.metadata)
 
 
 @cache
 def _definitions(key: str) -> tuple[FieldInfo, ...]:
-    """The fields that lead to a key, as far as the schema has them: anything may stand below a free mapping."""
+    """The fields that lead to a key, down to a free mapping."""
     section: type[BaseModel] | None = TrainingConfig
     found = list[FieldInfo]()
     for part in key.split("."):
@@ -146,14 +146,14 @@ def value_of(config: TrainingConfig, key: str) -> Any:
 
 
 def values(config: TrainingConfig) -> Iterator[tuple[Path, Any]]:
-    """Every value of a config that is not a mapping, lists both whole and item by item."""
+    """All values of a config except mappings; lists as a whole and item by item."""
     found: list[tuple[Path, Any]] = []
     _collect(config.model_dump().items(), (), found)
     return iter(found)
 
 
 def written_keys(section: BaseModel, inside: str = "") -> Iterator[str]:
-    """The dotted keys that were given a value, defaults among them; of a section those within it, lists whole."""
+    """Dotted keys that were set explicitly, also to a default; lists as a whole."""
     for name in sorted(section.model_fields_set):
         value = getattr(section, name)
         if isinstance(value, BaseModel):
@@ -163,7 +163,7 @@ def written_keys(section: BaseModel, inside: str = "") -> Iterator[str]:
 
 
 def unknown(path: Path) -> tuple[str, str | None]:
-    """Why there is no such key, and the key that was probably meant."""
+    """Message for an unknown key, and the key that was probably intended."""
     names = [str(part).replace("-", "_") for part in path if isinstance(part, str)]
     written, spelled = dotted(path), ".".join(names)
     if not spelled:
@@ -172,7 +172,10 @@ def unknown(path: Path) -> tuple[str, str | None]:
         if "-" in written:
             return "keys are written with underscores, not hyphens", spelled
         is_dotted = any("." in str(part) for part in path)
-        return "in a file a section's keys stand below it, not behind a dot" if is_dotted else "is not a list", spelled
+        return (
+            "in a file keys are nested below their section, without a dot" if is_dotted else "is not a list",
+            spelled,
+        )
     old = OLD_NAMES.get(spelled) or OLD_NAMES.get(names[-1])
     if old and old.removed_in:
         return f"removed in schema version {old.removed_in}, use {old.use}", old.use
@@ -187,7 +190,7 @@ def unknown(path: Path) -> tuple[str, str | None]:
 
 
 def keys_next_to(path: Path) -> str | None:
-    """What may stand where an unknown key does, in words; None below what is itself unknown."""
+    """Text with the accepted keys at the place of an unknown one; None below an unknown section."""
     section = tuple(part for part in path[:-1] if isinstance(part, str))
     key = None if path[-1] in OLD_NAMES else key_at(section)
     if key is None or not key.children:
@@ -198,14 +201,14 @@ def keys_next_to(path: Path) -> str | None:
 
 
 def _most_alike(names: list[str]) -> str | None:
-    """A sibling with a similar name; of another section a key with nearly the same name; where the section is unknown
-    any key that looks similar as a whole, or in its last part."""
+    """A similar key: a sibling; a key of another section with nearly the same name; for an unknown section any key that
+    is similar as a whole or in its last part."""
     section = ".".join(names[:-1])
     deep = [key for key in every_key() if key != section and ("." in key or len(names) == 1)]
     by_name = {key.rpartition(".")[2]: key for key in reversed(deep)}
     siblings = {key.rpartition(".")[2]: key for key in deep if key.rpartition(".")[0] == section}
     attempts = [(siblings, names[-1], 0.6)]
-    if section in every_key():  # its own name would make every key of it look alike
+    if section in every_key():  # otherwise the section's name would make all its keys similar
         attempts += [(by_name, names[-1], 0.85)]
     else:
         attempts += [({key: key for key in deep}, ".".join(names), 0.75), (by_name, names[-1], 0.7)]
@@ -222,8 +225,8 @@ def _walk(key: Key, prefix: str) -> Iterator[str]:
 
 
 def _collect(items: Iterable[tuple[Any, Any]], path: Path, found: list[tuple[Path, Any]]) -> None:
-    """Append the values within one: a search asks for those of a thousand configs, which generators in generators, or a
-    call for each, tell at a third of the speed."""
+    """Append the values within one. A search reads a thousand configs; nested generators, or a call per value, would be
+    three times slower."""
     for name, value in items:
         here = (*path, name)
         if isinstance(value, dict) and value:
@@ -252,7 +255,7 @@ def _key(fragment: Mapping[str, Any], definitions: Mapping[str, Any]) -> Key:
 
 
 def _branches(fragment: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The alternatives of a fragment, with references followed."""
+    """The alternatives of a fragment, with references resolved."""
     if "$ref" in fragment:
         fragment = definitions[fragment["$ref"].rpartition("/")[2]]
     if "anyOf" not in fragment:

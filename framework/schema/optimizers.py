@@ -1,7 +1,7 @@
-"""The optimizers: one row of facts each. The module that a row names in `framework.build.optimizers` makes it.
+"""Facts of the optimizers, one row each; a row names the module in `framework.build.optimizers` that builds it.
 
-From the rows follow the settings of the lever `training.optimizer`, the keys that do nothing with an optimizer, what
-may be sharded, and which rules speak of it. No torch.
+The rows determine the settings of the lever `training.optimizer`, the keys without effect, what may be sharded, and
+which rules apply. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from framework.schema.params import Auto
 
 
 class Optimizer(Choice):
-    """Named as Hugging Face names them where it has the optimizer."""
+    """Optimizers, by Hugging Face's names where it has them."""
 
     ADAMW_TORCH = "adamw_torch"
     ADAMW_TORCH_FUSED = "adamw_torch_fused"
@@ -41,12 +41,12 @@ class Optimizer(Choice):
 
 
 class Shards(Enum):
-    """How far the weights of an optimizer may be split over devices (tests/run/ranks tries each)."""
+    """How the weights of an optimizer may be split over devices (tests/run/ranks tests each)."""
 
-    ELEMENTS = "an element's update needs nothing of the others: sharded, and cut by tensor parallelism"
-    GATHERED = "sharded, and gathered for the update"
-    WHOLE = "needs sums or projections over all of a weight"
-    CODED = "states that are codes cannot be cut with the weights"
+    ELEMENTS = "an element's update does not depend on others: FSDP and tensor parallel"
+    GATHERED = "FSDP, with weights gathered for the update"
+    WHOLE = "needs sums or projections over the full weight"
+    CODED = "quantized states cannot be split with the weights"
 
     @property
     def is_sharded(self) -> bool:
@@ -60,24 +60,24 @@ _PROJECTED = (*_ADAM, "projection_rank", "projection_update_steps", "projection_
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What is true of one optimizer."""
+    """Facts of one optimizer."""
 
     module: str
-    """Module of `framework.build.optimizers` whose `ROWS` make it."""
+    """Module of `framework.build.optimizers` whose `ROWS` build it."""
     keys: tuple[str, ...] = _ADAM
-    """Keys of `training` that it reads and that not all optimizers do."""
+    """Keys of `training` that it uses, except those of all optimizers."""
     time: str = ""
-    """What it costs in time, with the source of the figure; empty for the plain one."""
+    """Its cost in time, with the source of the figure; empty for the baseline."""
     changes: str = ""
-    """What is different in the trajectory against AdamW's; empty: nothing but rounding."""
+    """How its trajectory differs from AdamW's; empty: only by rounding."""
     hardware: str = ""
     package: str = ""
-    """The distribution that it comes from, whose states are codes of few bits or paged; empty: torch or ours."""
+    """The distribution that it comes from, with quantized or paged states; empty: torch or ours."""
     shards: Shards = Shards.ELEMENTS
     of_matrices: bool = False
-    """Whether it treats matrices of the blocks separately, and all else as AdamW does."""
+    """Whether it treats matrices of the blocks separately, and other weights as AdamW."""
     rule: str = "adamw"
-    """Optimizers of one update rule differ in the dtype of their states and in where these are."""
+    """Update rule; optimizers with the same one differ in dtype and location of their states."""
 
     @property
     def projects(self) -> bool:
@@ -85,7 +85,7 @@ class OptimizerFacts:
 
     @property
     def keeps_small_updates(self) -> bool:
-        """Whether it is for bfloat16 weights, of which it rounds no update away."""
+        """Whether it is for bfloat16 weights and does not round small updates away."""
         return "rounding" in self.keys
 
 
@@ -189,17 +189,17 @@ FACTS: Mapping[Optimizer, OptimizerFacts] = {
         "torchao", "-30 % tokens/s (1B); H200, 2026-11", "states are 4-bit codes", "cuda"
     ),
 }
-"""Plain first, then in the order of the levers table. bitsandbytes' kernels do not take a part of a tensor (tried on
-two processes), torchao's states are not tried, and the scales of ours, one for 256 elements, are not cut."""
+"""The baseline first, then in the order of the levers table. bitsandbytes' kernels do not work on a shard of a tensor
+(tested on two processes), torchao's states are not tested, and our scales, one per 256 elements, are not split."""
 
 
 def serves_states_of(choice: Optimizer, other: Optimizer) -> bool:
-    """Whether an optimizer goes on with the states of another as that one would, but for rounding: those in full serve
-    every optimizer of their rule, codes those of their package."""
+    """Whether an optimizer can resume with the states of another, equal up to rounding: unquantized states work for
+    every optimizer of their rule, quantized ones for those of their package."""
     one, two = FACTS[choice], FACTS[other]
     return (one.rule, one.changes) == (two.rule, two.changes) and (not one.changes or one.package == two.package)
 
 
 def facts_of(choice: Optimizer | Auto) -> OptimizerFacts:
-    """The row of a choice; of `auto`, which has not chosen, the plain one's."""
+    """The facts of a choice; for an undecided `auto` those of the baseline."""
     return FACTS[Optimizer.ADAMW_TORCH_FUSED if choice == "auto" else choice]

@@ -1,4 +1,4 @@
-"""The one base of every section, and the number types that accept each spelling a person writes."""
+"""Base class of all sections, and number types that accept the usual spellings."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import CoreSchema, core_schema
 
 Auto = Literal["auto"]
-"""The value that asks `fit`'s search to choose. The type of every lever that a search moves admits it, and no other."""
+"""The value that asks `fit`'s search to choose. Exactly the levers that a search moves admit it."""
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][+-]?\d+)?")
 
@@ -20,13 +20,13 @@ class Params(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """What differs from the defaults: a config has some hundred keys."""
+        """The values that differ from the defaults, since a config has over a hundred keys."""
         fields = type(self).model_fields
         return ((name, value) for name, value in super().__repr_args__() if value != fields[name or ""].default)
 
 
 def parse_number(value: object) -> object:
-    """`1e-5`, `2E-5`, `'1e-5'` and `1_000` are numbers; anything else is handed on to be refused by the type."""
+    """`1e-5`, `2E-5`, `'1e-5'` and `1_000` are numbers; anything else is passed on, to be refused by the type."""
     if isinstance(value, str) and len(value) < 64 and _NUMBER.fullmatch(value.strip()):
         number = float(value.replace("_", ""))
         return number if math.isfinite(number) else value
@@ -34,7 +34,7 @@ def parse_number(value: object) -> object:
 
 
 def parse_integer(value: object) -> object:
-    """A whole number in any spelling is an integer (`1e3` is 1000); `1.5` is handed on to be refused."""
+    """A whole number in any spelling is an integer (`1e3` is 1000); `1.5` is passed on, to be refused."""
     if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d[\d_]*\s*", value) and len(value) < 64:
         return int(value)
     value = parse_number(value)
@@ -42,7 +42,7 @@ def parse_integer(value: object) -> object:
 
 
 def parse_sequence(value: object) -> object:
-    """A YAML list becomes a tuple, because a frozen config must not hold anything that can be changed."""
+    """A YAML list as a tuple, since a frozen config must hold nothing mutable."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -53,7 +53,7 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(parse_sequence)]
 
 
 class FrozenMapping(Mapping[str, Any]):
-    """A mapping that cannot be changed, nor anything inside it: lists become tuples, mappings become frozen."""
+    """A deeply immutable mapping: lists become tuples, mappings become frozen."""
 
     __slots__ = ("_items",)
 
@@ -76,7 +76,7 @@ class FrozenMapping(Mapping[str, Any]):
         return f"FrozenMapping({self._items!r})"
 
     def thaw(self) -> dict[str, Any]:
-        """A plain, deep copy made of dicts and lists, for libraries and YAML."""
+        """A deep copy of dicts and lists, for libraries and YAML."""
         return {key: _thaw(value) for key, value in self._items.items()}
 
     @classmethod

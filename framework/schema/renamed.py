@@ -1,4 +1,4 @@
-"""Names that a recipe may still carry: keys that left the schema, and what other tools call ours."""
+"""Old and foreign names of keys: removed ones, and those of other tools, with ours."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OldName:
-    """What to write instead."""
+    """Replacement of a name."""
 
     use: str | None
-    """The key. None: nothing in a recipe says this, and `how` tells why."""
+    """The key. None: there is no such key, and `how` explains why."""
     removed_in: int | None = None
-    """Version of the schema in which the key was removed. None: another tool's name, never a key here."""
+    """Schema version in which the key was removed. None: another tool's name."""
     how: str = ""
-    """What to write there, or what to do where there is no such key."""
+    """What to write under the key, or what to do if there is none."""
 
 
 _OURS_FOR: Mapping[str, str] = {
@@ -71,8 +71,7 @@ _OURS_FOR: Mapping[str, str] = {
     ),
     "training.use_peft": "adapter finetuning_type",
 }
-"""Our key -> what others call it: names in the recipes of Oumi, Axolotl, LLaMA-Factory, torchtune and litgpt, and the
-`TrainingArguments` of transformers."""
+"""Our key -> names in Oumi, Axolotl, LLaMA-Factory, torchtune and litgpt, and in transformers' `TrainingArguments`."""
 
 _HOW: Mapping[str, str] = {
     "adapter": "`peft=lora` or `peft=qlora` sets it and the rest",
@@ -80,59 +79,59 @@ _HOW: Mapping[str, str] = {
     "apply_lora_to_mlp": "`[all-linear]` is every linear layer but the head",
     "data.train": "a list of `{path: ..}`",
     "finetuning_type": "`peft=lora` or `peft=qlora` sets it and the rest",
-    "freeze_trainable_layers": "what is not trained",
-    "freeze_trainable_modules": "what is not trained",
-    "load_in_8bit": "8, next to `peft.q_lora: true`",
+    "freeze_trainable_layers": "what to freeze",
+    "freeze_trainable_modules": "what to freeze",
+    "load_in_8bit": "8, with `peft.q_lora: true`",
     "lora_target_linear": "`[all-linear]`",
     "mask_history": "`last`",
-    "pure_bf16": "`bfloat16`, next to `training.mixed_precision_dtype: none`",
-    "unfrozen_parameters": "what is not trained",
+    "pure_bf16": "`bfloat16`, with `training.mixed_precision_dtype: none`",
+    "unfrozen_parameters": "what to freeze",
     "metric_logger": "a list: `[wandb]`",
     "report_to": "a list: `[wandb]`",
     "rl": "`preference`, and `training.preference.loss_type`",
     "train_on_inputs": "`all`, or `completion`",
-    "wandb_project": "next to `training.trackers: [wandb]`",
+    "wandb_project": "with `training.trackers: [wandb]`",
 }
 """Name -> what to write under our key, where that is not as plain."""
 
 _NO_KEY: Mapping[str, tuple[str, ...]] = {
     "each process has one device, and the tool puts the model there: `gpu=cpu` trains on the CPU, `--nproc N` on N "
     "devices, and fsdp.enable_fsdp splits the model over them": ("device", "device_map"),
-    "`tunesmith train --resume` goes on from the last checkpoint of the run folder": (
+    "`tunesmith train --resume` continues from the last checkpoint in the run folder": (
         "auto_resume_from_checkpoints", "resume", "resume_from_checkpoint",
     ),
-    "`tunesmith train --overwrite` replaces what is in the run folder": ("overwrite_output_dir",),
-    "`tunesmith push RUN owner/name` sends what was trained": (
+    "`tunesmith train --overwrite` replaces the contents of the run folder": ("overwrite_output_dir",),
+    "`tunesmith push RUN owner/name` uploads the trained model": (
         "export_hub_model_id", "hub_model_id", "hub_private_repo", "hub_strategy", "push_to_hub",
     ),
-    "which way a metric is better is known by its name (training.best_metric)": ("greater_is_better",),
-    "a checkpoint always has what training goes on from, and the export next to it is the model alone": (
+    "whether higher or lower is better follows from the metric's name (training.best_metric)": ("greater_is_better",),
+    "a checkpoint always has everything for a resume, and the separate export is the model alone": (
         "save_only_model",
     ),
-    "no more is gathered ahead than fsdp.forward_prefetch and fsdp.backward_prefetch say": ("limit_all_gathers",),
+    "fsdp.forward_prefetch and fsdp.backward_prefetch limit what is gathered ahead": ("limit_all_gathers",),
     "sharding is FSDP2's, which has no such switch": (
         "fsdp_version", "min_num_params", "sync_module_states", "use_orig_params",
     ),
-    "units are stored in the dtype they are gathered in (training.mixed_precision_dtype)": ("bnb_4bit_quant_storage",),
-    "a trained weight without a gradient is an error, so none is searched for": (
+    "units are stored as they are gathered (training.mixed_precision_dtype)": ("bnb_4bit_quant_storage",),
+    "a trained weight without a gradient is an error, so there is no search for unused ones": (
         "ddp_find_unused_parameters", "find_unused_parameters",
     ),
-    "rows are padded at their right, whatever the tokenizer says": ("padding_side",),
-    "an evaluation adds up losses and counts batch by batch: no logits are kept": (
+    "rows are always padded on the right": ("padding_side",),
+    "an evaluation sums losses and counts batch by batch and keeps no logits": (
         "batch_eval_metrics", "eval_accumulation_steps", "prediction_loss_only",
     ),
-    "an evaluation computes as training does": ("bf16_full_eval", "fp16_full_eval"),
-    "the loss is the mean over all supervised tokens of a step, however they are split": (
+    "an evaluation uses the precision of training": ("bf16_full_eval", "fp16_full_eval"),
+    "the loss is always the mean over all supervised tokens of a step": (
         "average_tokens_across_devices",
     ),
-    "what is not finite stops the run": ("logging_nan_inf_filter",),
-    "the class is that of the model's config": ("model_type", "tokenizer_type"),
+    "a non-finite loss stops the run": ("logging_nan_inf_filter",),
+    "the class follows from the model's config": ("model_type", "tokenizer_type"),
     "rows are always shuffled, by training.seed": ("shuffle", "shuffle_merged_datasets"),
     "take a slice of the source: `split: train[:1000]` in data.train": ("max_samples", "max_train_samples"),
     "rows are padded to the longest of their micro batch": ("pad_to_max_length", "pad_to_sequence_len"),
-    "the verb says what is done: `tunesmith train`": ("do_eval", "do_predict", "do_train"),
+    "the command decides: `tunesmith train`": ("do_eval", "do_predict", "do_train"),
 }  # fmt: skip
-"""Why a recipe does not say this here -> what others call it."""
+"""Why there is no such key -> names in other tools."""
 
 
 def _names() -> Iterator[tuple[str, OldName]]:
@@ -143,4 +142,4 @@ def _names() -> Iterator[tuple[str, OldName]]:
 
 
 OLD_NAMES = dict(_names())
-"""Dotted key, or last part of one -> what stands for it now."""
+"""Dotted key, or its last part -> its replacement."""

@@ -1,4 +1,4 @@
-"""URLs: rows are read from them; any other path is on this machine, and what is on the hub goes by its id."""
+"""Checks of URLs: only data sources may be URLs; other paths are local or hub ids."""
 
 import re
 from typing import Annotated
@@ -7,22 +7,22 @@ from pydantic import AfterValidator
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _HUB = re.compile(r"(?:www\.)?huggingface\.co/(?:datasets/)?(?P<id>[^/]+/[^/?#]+)|datasets/(?P<data>[^/]+/[^/@]+)")
-"""What stands behind the scheme of a page of the hub, or of fsspec's `hf://datasets/..`."""
+"""URL of a hub page, or of fsspec's `hf://datasets/..`, without the scheme."""
 
 
 def is_url(text: str) -> bool:
-    """Whether a text begins with a scheme (`s3://`, `https://`); it is no path then."""
+    """Whether a text begins with a scheme (`s3://`, `https://`)."""
     return _URL.match(text) is not None
 
 
 def scheme_of(text: str) -> str:
-    """What stands before `://`, in lower case; empty where the text is no URL."""
+    """Scheme of a URL, in lower case; empty for other texts."""
     found = _URL.match(text)
     return found["scheme"].lower() if found else ""
 
 
 def url_problem(text: str) -> tuple[str, str] | None:
-    """Why a URL is not read and what to write instead; None where the text is no URL."""
+    """Message and proposal for a URL where none is accepted; None for other texts."""
     if (found := data_url_problem(text)) or not is_url(text):
         return found
     if hub := _hub_id(text):
@@ -32,7 +32,7 @@ def url_problem(text: str) -> tuple[str, str] | None:
 
 
 def data_url_problem(text: str) -> tuple[str, str] | None:
-    """Why the rows of a URL are not read there, and what to write instead: a local file, or a page of the hub."""
+    """Message and proposal for an unsuitable URL of rows: a local file, or a page of the hub; None if it is fine."""
     found, scheme = _URL.match(text), scheme_of(text)
     if found is None:
         return None

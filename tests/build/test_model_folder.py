@@ -100,7 +100,7 @@ def test_another_tasks_head_may_be_left_over_but_not_one_of_another_shape(base):
 
 def test_a_tied_head_that_is_stored_as_well_is_none(base):
     change_config(base, tie_word_embeddings=True)
-    assert "its files hold two" in refused(base)[0].message
+    assert "its files store both" in refused(base)[0].message
     tensors = load_file(base / "model.safetensors")
     tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(tied, base / "model.safetensors", {"format": "pt"})
@@ -168,7 +168,7 @@ def test_a_head_of_its_own_under_a_config_that_ties_it_is_refused(base, capfd):
     change_config(base, tie_word_embeddings=True)
     [problem] = refused(base)
     assert (problem.key, problem.expected) == ("model.model_name", "model.architecture.tie_word_embeddings=false")
-    assert "lm_head.weight is model.embed_tokens.weight" in problem.message
+    assert "ties lm_head.weight to model.embed_tokens.weight" in problem.message
     assert looked_at(base, architecture={"tie_word_embeddings": False}) == ()
     assert "Loading weights" not in capfd.readouterr().err
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, base / "model.safetensors")

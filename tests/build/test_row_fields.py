@@ -107,7 +107,7 @@ class TestTurns:
 
     def test_two_that_differ_are_refused(self, prepare: Prepare) -> None:
         (problem,) = refused(prepare, [{"messages": [ASKED, {**ANSWER, "weight": 1, "loss": False}]}])
-        assert "`weight` and `loss` say different things" in problem.message
+        assert "`weight` and `loss` contradict each other" in problem.message
 
     def test_a_turn_of_the_user_that_asks_for_it_is_counted(self, prepare: Prepare) -> None:
         rows = [{"messages": [{**ASKED, "train": True}, ANSWER]}, {"messages": [{**ASKED, "weight": 1}, ANSWER]}]
@@ -234,7 +234,7 @@ class TestArrow:
         pq.write_table(pa.table({"text": ["a", "b"], "far": far, "nested": nested}), path)
         assert prepare(str(path)).report.train.kept == 2
         first, second = refused(prepare, str(path), columns={"text": "far"})
-        assert "expected text, not timestamp[us] that Python cannot hold" in first.message
+        assert "expected text, not timestamp[us] out of Python's range" in first.message
         assert (first.where, second.where) == (f"{path}:1", f"{path}:2")
 
 
@@ -268,7 +268,7 @@ class TestRemarks:
         assert "first thought" not in rendered(data, base, 4)
         assert "second thought" in rendered(data, base, 4)
         (warning,) = data.report.warnings
-        assert warning.startswith("data.train: 1 of 5 rows of train (20.0 %) have thoughts, of earlier turns")
+        assert warning.startswith("data.train: 1 of 5 rows of train (20.0 %) have reasoning, usually of earlier turns")
 
 
 def test_as_json(prepare: Prepare) -> None:

@@ -242,7 +242,7 @@ def test_an_exported_reward_model_alone_is_known_for_one(judge, tmp_path, capsys
 def test_what_a_reward_run_cannot_judge_is_refused(judge, tmp_path, capsys):
     assert "leave it out" in refused(capsys, judge, lines(tmp_path / "a.jsonl", [{"text": "a"}]), "--score")
     told = refused(capsys, judge, lines(tmp_path / "b.jsonl", [{"question": "a", "reply": "b"}]))
-    assert "no form of rows for the task reward has them" in told
+    assert "no row format of the task reward matches" in told
     half = lines(tmp_path / "c.jsonl", [{"prompt": "a", "chosen": "b", "rejectd": "c"}])
     assert "rejectd" in refused(capsys, judge, half)
     unanswered = lines(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}])
@@ -274,7 +274,7 @@ def test_a_batch_that_does_not_fit_is_halved(classifier, tmp_path, monkeypatch):
     ("rows", "word"),
     [
         ([{"text": "fine"}, {"text": 7}], "expected text, not int 7"),
-        ([{"text": "fine"}, {"text": None}], "there is no text"),
+        ([{"text": "fine"}, {"text": None}], "there is no prompt"),
         ([{"body": "fine"}], "there is no column `text`"),
         ([], "has no rows"),
     ],
@@ -293,7 +293,7 @@ def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
     assert f"did you mean {classifier}\n" in refused(capsys, misspelt, asked)
     assert "has neither a model nor a run in it" in refused(capsys, tmp_path, asked)
     assert "nothere.jsonl" in refused(capsys, classifier, tmp_path / "nothere.jsonl")
-    assert "room for" in refused(capsys, writer, asked, "--max-new-tokens", "126")
+    assert "can take" in refused(capsys, writer, asked, "--max-new-tokens", "126")
     assert "128 positions" in refused(capsys, writer, asked, "--max-new-tokens", "128")
     for run, more in ((classifier, ()), (writer, ("--score",))):
         assert "no text is generated" in refused(capsys, run, asked, "--max-new-tokens", "6", *more)
@@ -305,7 +305,7 @@ def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
     ("rows", "word"),
     [
         ([{"prompt": "What?"}, {"other": "x", "id": 1}], "the row has no column `prompt`; it has other, id"),
-        ([{"prompt": "What?"}, {"prompt": None}], "column `prompt` is empty: there is no text to go on from"),
+        ([{"prompt": "What?"}, {"prompt": None}], "column `prompt` is empty: there is no prompt"),
         ([{"question": "What?", "id": 1}], "did you mean `prompt` in place of `question`"),
         ([{"mesages": []}], "did you mean `messages` in place of `mesages`"),
     ],

@@ -77,11 +77,11 @@ def test_a_misspelt_override_names_the_nearest_key_and_its_value_and_never_sugge
         ("~training.seed=3", "takes no value"),
         ("training._target_=os.system", "no key"),
         ("gpu@model=h100_80gb", "no key"),
-        ("=3", "is no `key=value`"),
-        ("3", "is no `key=value`"),
-        ("=", "is no `key=value`"),
+        ("=3", "is not `key=value`"),
+        ("3", "is not `key=value`"),
+        ("=", "is not `key=value`"),
         ("training.seed.0=3", "is not a list"),
-        ("~data.train.0", "whole key"),
+        ("~data.train.0", "not one item"),
         ("training.seed=" + "1" * 10_000, "longer than"),
         ("training.run_name=" + "[" * 1_500, "cannot be read"),
     ],
@@ -146,9 +146,9 @@ def test_every_old_name_leads_to_a_key():
         ("training.greater_is_better=true", "training.best_metric"),
         ("training.resume_from_checkpoint=a", "tunesmith train --resume"),
         ("fsdp.limit_all_gathers=false", "fsdp.forward_prefetch"),
-        ("tokenizer.padding_side=left", "padded at their right"),
-        ("training.prediction_loss_only=false", "no logits are kept"),
-        ("training.find_unused_parameters=true", "none is searched for"),
+        ("tokenizer.padding_side=left", "padded on the right"),
+        ("training.prediction_loss_only=false", "keeps no logits"),
+        ("training.find_unused_parameters=true", "no search for unused ones"),
         ("training.logging_nan_inf_filter=true", "stops the run"),
     ],
 )
@@ -188,7 +188,7 @@ def test_where_nothing_is_near_the_keys_of_the_section_are_named(write, name):
 
 def test_a_word_that_is_neither_key_nor_value_is_told_so(write):
     [problem] = problems_of(write("model: {model_name: a}\n"), "1e-5").values()
-    assert (problem.message, problem.nearest) == ("`1e-5` is no `key=value`", None)
+    assert (problem.message, problem.nearest) == ("`1e-5` is not `key=value`", None)
 
 
 @pytest.mark.parametrize("value", ["3", "=3", "a/b", "1e-5"])
@@ -219,7 +219,7 @@ def test_a_key_written_twice_on_the_command_line_takes_the_last_and_is_warned_ab
     found = compose(write("model: {model_name: a}\n"), words)
     assert (found.config.training.seed, found.config.model.freeze_layers) == (2, ("a", "b"))
     [warning] = found.warnings
-    assert "`training.seed=1` has no effect: `training.seed=2` stands after it" in warning
+    assert "`training.seed=1` has no effect: `training.seed=2` comes after it" in warning
     assert not compose(write("model: {model_name: a}\n"), ["training.seed=1", "training.seed=1"]).warnings
 
 

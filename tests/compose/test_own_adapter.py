@@ -94,7 +94,7 @@ def test_a_run_is_as_good_as_its_final_folder(write, tmp_path):
     [
         ((), "gone/far/away", "there is no folder", None),
         (("runs/sft/config.yaml",), "runs/sft", "has not finished", "--resume"),
-        (("runs/sft/final/config.json",), "runs/sft", "holds a whole model", "model.model_name="),
+        (("runs/sft/final/config.json",), "runs/sft", "holds a full model", "model.model_name="),
         (("runs/sft/config.yaml",), "runs/sft/checkpoints/step-00000002", "holds a checkpoint", "--resume"),
         (("empty/x",), "empty", "has no adapter_config.json", "an adapter's folder"),
     ],

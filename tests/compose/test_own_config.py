@@ -85,7 +85,7 @@ def test_a_relative_that_was_downloaded_decides(recipe, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(file))
     made = compose(recipe, ["model.model_name=org/relative"])
     assert architecture(made.config) is None
-    assert "decides over the preset" in made.warnings[0]
+    assert "overrides the preset" in made.warnings[0]
 
 
 def test_a_teachers_architecture_is_listed_too(recipe):

@@ -229,7 +229,7 @@ def test_a_size_as_name_is_that_size(write):
         (
             "training: {seed: 1}\n",
             ["gpu=a100_80gb", "gpu.name=h100_80gb"],
-            "another card than gpu=a100_80gb",
+            "differs from gpu=a100_80gb",
             "gpu=h100_80gb",
         ),
     ],

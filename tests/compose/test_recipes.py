@@ -44,7 +44,7 @@ def test_an_earlier_name_is_the_recipe_that_it_was(write, name):
     assert found.config == before
     assert found.recipe == name
     assert found.warnings == (
-        f"`{name}` is now `{EARLIER_RECIPES[name].typed}`; the earlier name goes with version {EARLIER_UNTIL}",
+        f"`{name}` is now `{EARLIER_RECIPES[name].typed}`; the earlier name is removed in version {EARLIER_UNTIL}",
     )
     if model == "qwen3_4b":
         recipe, *words = EARLIER_RECIPES[name].typed.split()
@@ -156,7 +156,7 @@ def test_an_own_preset_comes_before_a_shipped_one_of_its_name_and_that_is_a_warn
     own("conf", "gpu", "l4_24gb", CARD)
     found = compose(write("model: {model_name: a}\n"), ["gpu=l4_24gb"])
     assert found.config.gpu.usable_bytes == 9_000_000_000
-    assert any("conf/gpu/l4_24gb.yaml is read, not the shipped preset" in warning for warning in found.warnings)
+    assert any("conf/gpu/l4_24gb.yaml is used instead of the shipped preset" in warning for warning in found.warnings)
     assert main(["list", "gpus"]) == 0
     assert "l4_24gb" in capsys.readouterr().out
 
@@ -199,7 +199,7 @@ def test_an_optional_preset_that_is_not_there_is_told(write):
     ("defaults", "says"),
     [
         ("[_self_, optimizer: lion]", "put it last"),
-        ("[optimizer@training: lion]", "has no package"),
+        ("[optimizer@training: lion]", "have no package"),
         ("[quickstart]", "a list of `- group: preset`"),
         ("[model/llama: x]", "is not a preset of a group"),
         ("[mandatory optimizer: x]", "is not a preset of a group"),

@@ -151,8 +151,8 @@ def test_references_see_written_and_default_keys(write):
         ("${hydra.run.dir}", "does not exist"),
         ("${training}", "whole section"),
         ("${training.run_name}", "refers to itself"),
-        ("${training", "no reference"),
-        ("???", "filled in"),
+        ("${training", "not a reference"),
+        ("???", "placeholder"),
     ],
 )
 def test_references_to_anything_but_a_key_are_refused(write, text, word):
@@ -213,5 +213,5 @@ def test_a_section_of_the_wrong_kind_is_told_not_merged(write, body, words):
 )
 def test_a_comma_too_many_is_said_in_plain_words(write, word, nearest):
     problem = problems_of(write("schema_version: 1\n"), word)[word]
-    assert problem.message == "nothing stands before or after a comma"
+    assert problem.message == "a value is missing before or after a comma"
     assert problem.nearest == nearest

@@ -323,13 +323,13 @@ def test_what_does_not_hold_here_is_left_and_told(converted) -> None:
     assert told.endswith(f":{line}: frobnicate: 3: no equivalent")
 
 
-def test_what_is_learnt_goes_before_what_saves_memory(converted) -> None:
+def test_what_is_trained_goes_before_what_saves_memory(converted) -> None:
     """A chunked loss does without the head's adapter: the adapter stays."""
     text = AXOLOTL + "cut_cross_entropy: true\nlora_modules_to_save: [lm_head]\n"
     found, recipe = converted(text)
     assert recipe["peft"]["lora_modules_to_save"] == ["lm_head"]
     assert "chunked_loss" not in recipe["model"]
-    assert "the chunked loss multiplies by the head itself" in reasons(found, "cut_cross_entropy")[0][1]
+    assert "the chunked loss uses the head's weight directly" in reasons(found, "cut_cross_entropy")[0][1]
 
 
 @pytest.mark.parametrize(

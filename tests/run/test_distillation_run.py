@@ -94,7 +94,7 @@ def test_another_tokenizer_is_refused(corpus, tmp_path, teacher):
     words = tmp_path / "other.jsonl"
     words.write_text("".join(json.dumps({"text": f"zyx wvu {n} tsrq ponm"}) + "\n" for n in range(200)))
     asked = config(words, tmp_path / "run", teacher, asks_for={})
-    with pytest.raises(RequestError, match="the teacher's tokenizer is not the one of the rows"):
+    with pytest.raises(RequestError, match="the teacher's tokenizer differs from the student's"):
         train(asked)
 
 
@@ -196,7 +196,7 @@ def test_a_teacher_that_is_stored_packed_is_refused_with_what_works(corpus, tmp_
     settings = json.loads((stored / "config.json").read_text())
     packing = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (stored / "config.json").write_text(json.dumps({**settings, "quantization_config": packing}))
-    with pytest.raises(RequestError, match="stored packed") as refused:
+    with pytest.raises(RequestError, match="stored quantized") as refused:
         train(config(corpus, tmp_path / "run", stored))
     assert "training.teacher.bits=4" in refused.value.problems[0].expected
 

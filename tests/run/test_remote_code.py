@@ -86,7 +86,7 @@ def told(capsys) -> str:
 def test_a_recipe_says_so_and_it_is_told_with_the_revision(base, recipe, capsys):
     assert main(["check", recipe(True), "gpu=cpu", "model.model_revision=abc123"]) == 0
     assert base[1].exists()
-    assert f"code that comes with {base[0]} runs with your rights (revision abc123)" in told(capsys)
+    assert f"code that comes with {base[0]} runs with your permissions (revision abc123)" in told(capsys)
 
 
 def test_no_code_runs_unless_it_is_said_and_the_key_is_named(base, recipe, capsys):

@@ -1,4 +1,4 @@
-"""`peft` becomes an adapter on the frozen model."""
+"""Attaching of an adapter to the frozen model, as `peft` asks."""
 
 import math
 import warnings
@@ -37,12 +37,12 @@ from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import PeftMethod, TorchDtype
 from framework.schema.peft import PeftParams
 
-"""Kinds that are tokens before the row and touch no module."""
+"""Kinds that put virtual tokens before the row and adapt no module."""
 NEVER_TIE = (PeftMethod.VERA, PeftMethod.IA3, PeftMethod.OFT)
-"""Kinds that peft trains whole modules of a shared weight apart beside; of the others it trains them as one."""
+"""Kinds for which peft trains tied modules in `modules_to_save` separately; for the others it keeps them tied."""
 MOVES_WEIGHTS = {PeftMethod.PISSA: "pissa_niter_16", PeftMethod.OLORA: "olora"}
-"""Kinds that take their start out of the base's weights, with peft's word for it. 16 iterations of the fast singular
-value decomposition are what the authors of PiSSA recommend (arXiv 2404.02948, table 4): seconds instead of minutes."""
+"""Kinds initialized from the base's weights -> peft's `init_lora_weights`. The authors of PiSSA recommend 16 iterations
+of the fast singular value decomposition (arXiv 2404.02948, table 4): seconds instead of minutes."""
 
 
 _TIED = "Model has `tie_word_embeddings=True`"
@@ -53,32 +53,31 @@ MOVED = {word: method for method, word in MOVES_WEIGHTS.items()}
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapted model, what it was put on, and what undoes its start.
+    """The adapted model, its targets, and the initial values needed to undo a changed base.
 
-    `initial` holds the adapter's tensors before training, on the host, where the base's weights were moved into them.
+    `initial` has the adapter's tensors before training, on the host, if the base's weights were moved into them.
     """
 
     model: PeftModel
     targets: Targets
     initial: dict[str, Tensor] = field(default_factory=dict)
     starts_from_losses: int = 0
-    """Modules whose adapter starts from what quantisation has lost there."""
+    """Modules whose adapter is initialized with the quantization error."""
 
     @property
     def cautions(self) -> tuple[str, ...]:
-        """What the user should know before it trains."""
+        """Notes for the user before training."""
         return self.targets.cautions
 
 
 def attach_adapter(
     params: PeftParams, model: PreTrainedModel, place: Place, masters: bool, lost: Factors, seed: int
 ) -> Adapter:
-    """The model with its weights frozen and the adapter next to them, in float32 unless another dtype was asked for.
+    """Attach the adapter to the frozen model, in float32 unless another dtype is set.
 
-    `masters`: there is autocast, so that modules trained whole can be float32 too; else they keep the base's dtype.
-    `lost`: the factors that loftq starts from. `seed`: of what else an adapter starts from, whatever was drawn before.
-    Raises RequestError naming the linear layers there are when a target matches none of them, and where the adapter of
-    `peft.adapter_path` is another one.
+    `masters`: with autocast, modules trained in full are float32 too; else they keep the base's dtype. `lost`: LoftQ's
+    initial factors. `seed`: for all other initial values, independent of earlier draws. Raises RequestError, with the
+    existing linear layers, if a target matches none of them, and if the adapter of `peft.adapter_path` does not fit.
     """
     params = _training_the_head(params, model)
     is_prompt = ADAPTERS[params.peft_method].is_prompt
@@ -92,19 +91,21 @@ def attach_adapter(
     config = _config(params, model, targets, place)
     was_shared = ties_any(model, list(params.lora_modules_to_save))
     if params.peft_method is PeftMethod.PREFIX:
-        # peft hands its cache over under the name of before transformers 5.24, at each forward pass
+        # peft passes its cache under the argument's name before transformers 5.24, at each forward pass
         warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     try:
         with warnings.catch_warnings(), drawn_for("adapter", seed, place):
-            # peft reads a property that transformers 5.20 renamed; nothing a user could change
+            # peft uses a property that transformers 5.20 renamed; nothing a user could change
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            for said in (_TIED, _TIES_NOTHING):  # by `_untied` and `_apart`
-                warnings.filterwarnings("ignore", said, UserWarning)
+            for text in (_TIED, _TIES_NOTHING):  # reported by `_untied` and `_apart`
+                warnings.filterwarnings("ignore", text, UserWarning)
             adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=True)
     except (ValueError, TypeError, NotImplementedError) as error:
         key = "peft.peft_method" if is_prompt else KEY
-        raise RequestError([Problem(key, f"peft cannot put {params.peft_method} there: {one_line(error)}")]) from None
-    if was_shared and params.peft_method not in NEVER_TIE:  # of which `_untied` has told
+        raise RequestError(
+            [Problem(key, f"peft cannot attach {params.peft_method} there: {one_line(error)}")]
+        ) from None
+    if was_shared and params.peft_method not in NEVER_TIE:  # `_untied` reports it
         targets = replace(targets, cautions=(*targets.cautions, *_apart(model)))
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
@@ -131,7 +132,7 @@ def attach_adapter(
 
 
 def _training_the_head(params: PeftParams, model: PreTrainedModel) -> PeftParams:
-    """The head of a task of rows is new, and nothing of it may stay as it was drawn: it is trained in full."""
+    """Modules trained in full, with the head of a task of rows, whose initial weights are random."""
     if not answers_for_rows(model):
         return params
     whole = tuple(dict.fromkeys((*params.lora_modules_to_save, *head_modules(model))))
@@ -139,14 +140,14 @@ def _training_the_head(params: PeftParams, model: PreTrainedModel) -> PeftParams
 
 
 def _cast_projections(adapted: PeftModel, dtype: torch.dtype) -> None:
-    """VeRA's shared random matrices in the dtype of the vectors between them, which peft 0.21 does not see to."""
+    """Cast VeRA's shared random matrices to the dtype of its vectors, which peft 0.21 does not do."""
     for shared in (adapted.base_model.vera_A, adapted.base_model.vera_B):
         for name in list(shared.keys()):
             shared[name] = shared[name].to(dtype)
 
 
 def _start_from(layer: nn.Module, factors: tuple[Tensor, Tensor]) -> bool:
-    """LoftQ (arXiv 2310.08659): base and adapter together begin where the base was before it was quantised."""
+    """LoftQ (arXiv 2310.08659): base and adapter together start as the base before quantization."""
     if not isinstance(layer, LoraLayer):
         return False
     layer.lora_A["default"].weight.data.copy_(factors[0])
@@ -155,16 +156,16 @@ def _start_from(layer: nn.Module, factors: tuple[Tensor, Tensor]) -> bool:
 
 
 def adapter_state(model: PeftModel, named: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's tensors by the names that a saved adapter gives them; of `named`, in place of the model's own."""
+    """The adapter's tensors by their names in a saved adapter; from `named` if given, else from the model."""
     if named is not None and model.active_peft_config.is_prompt_learning:
-        # peft would ask the model's embedding for each virtual token in turn; without a projection that is its weight
+        # peft would run its embedding for each virtual token; without a projection that is just its weight
         yield "prompt_embeddings", named["prompt_encoder.default.embedding.weight"]
         return
     yield from get_peft_model_state_dict(model, named, save_embedding_layers=False).items()
 
 
 def adapter_dtype(params: PeftParams, model: PreTrainedModel) -> torch.dtype:
-    """The dtype that the trained tensors are held in."""
+    """dtype of the trained tensors."""
     if params.adapter_dtype is TorchDtype.AUTO:
         dtype: torch.dtype = model.dtype
         return dtype
@@ -219,7 +220,7 @@ def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place:
         fan_in_fan_out=transposed,
         use_rslora=method is PeftMethod.RSLORA,
         use_dora=method is PeftMethod.DORA,
-        # without values there is nothing to decompose, and the shapes are the same
+        # on meta tensors nothing can be decomposed, and the shapes are the same
         init_lora_weights=True if place.rehearsed else MOVES_WEIGHTS.get(method, start_word(params)),
         trainable_token_indices=_token_rows(params, model),
         ensure_weight_tying=bool(saved) and ties_any(model, saved or []),
@@ -227,21 +228,21 @@ def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place:
 
 
 def _token_rows(params: PeftParams, model: PreTrainedModel) -> dict[str, list[int]] | None:
-    """The trained rows of the embedding, and of a head of its own, by the name of each."""
+    """Trained rows of the embedding, and of an untied head, by module name."""
     if not params.trainable_token_indices:
         return None
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if ends[1] is None or ends[1].weight is ends[0].weight:
-        ends = ends[:1]  # which peft ties a tied head to
+        ends = ends[:1]  # peft ties a tied head to it
     rows = sorted(set(params.trainable_token_indices))
     if rows[-1] >= (size := ends[0].weight.shape[0]):
-        message = f"{rows[-1]} is no token of this model"
+        message = f"{rows[-1]} is not a token of this model"
         raise RequestError([Problem("peft.trainable_token_indices", message, expected=f"ids from 0 to {size - 1}")])
     return {name: rows for name, module in model.named_modules() if any(module is end for end in ends)}
 
 
 def _check_blocks(size: int, model: PreTrainedModel, names: list[str]) -> None:
-    """Raises RequestError for a size that does not divide the input of a target, where peft would take another."""
+    """Raise RequestError for a block size that does not divide a target's inputs, where peft would use another."""
     modules = {name: model.get_submodule(name) for name in names}
     widths = {
         name: module.embedding_dim if isinstance(module, nn.Embedding) else getattr(module, "in_features", size)
@@ -257,7 +258,7 @@ def _check_blocks(size: int, model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _feedforward(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """The targets whose input IA3 scales instead of their output: those that lead back from a wider layer."""
+    """Targets whose input IA3 scales instead of their output: those that project back from a wider layer."""
     return [name for name in names if _narrows(model.get_submodule(name), model.config.get_text_config().hidden_size)]
 
 
@@ -268,16 +269,17 @@ def _narrows(module: nn.Module, hidden: int) -> bool:
 
 
 def _refuse_transposed(params: PeftParams, model: PreTrainedModel, targets: Targets) -> None:
-    """peft's OLoRA takes GPT-2's matrices the wrong way round (olora_init in peft/tuners/lora/layer.py)."""
+    """Refuse OLoRA on Conv1D layers, whose matrices peft does not transpose (olora_init in
+    peft/tuners/lora/layer.py)."""
     if params.peft_method is PeftMethod.OLORA and any(
         isinstance(model.get_submodule(name), Conv1D) for name in targets.modules
     ):
-        message = "peft cannot start olora on Conv1D layers, which hold their matrices transposed"
+        message = "peft cannot initialize olora on Conv1D layers, which store their matrices transposed"
         raise RequestError([Problem("peft.peft_method", message, expected="pissa, or lora")])
 
 
 def _refuse_moved_ties(params: PeftParams, model: PreTrainedModel, targets: Targets) -> None:
-    """What such a kind takes out of the head's weight at its start would be gone from the embedding too."""
+    """Refuse kinds that subtract their initial values from a head that is tied to the embedding."""
     head = model.get_output_embeddings()
     tied = [name for name in targets.modules if model.get_submodule(name) is head]
     if params.peft_method in MOVES_WEIGHTS and ties_any(model, tied):
@@ -290,17 +292,17 @@ def _refuse_moved_ties(params: PeftParams, model: PreTrainedModel, targets: Targ
 
 
 def _refuse_whole(params: PeftParams, model: PreTrainedModel, targets: Targets) -> None:
-    """An adapter has no place on what is trained whole, of a shared weight under either name; packed weights are not
-    trained."""
+    """Refuse adapters on modules trained in full (under either name of a tied weight), and full training of quantized
+    weights."""
     whole = modules_within(model, params.lora_modules_to_save)
     if packed := [name for name in sorted(whole) if any(map(is_packed, model.get_submodule(name).parameters(False)))]:
-        message = f"{packed[0]} is held in few bits (peft.q_lora), and cannot be trained whole"
-        raise RequestError([Problem("peft.lora_modules_to_save", message, expected="modules that stay unquantised")])
+        message = f"{packed[0]} is quantized (peft.q_lora), and cannot be trained in full"
+        raise RequestError([Problem("peft.lora_modules_to_save", message, expected="modules that stay unquantized")])
     shared = [model.get_output_embeddings(), model.get_input_embeddings()]
     if params.peft_method not in NEVER_TIE and ties_any(model, list(params.lora_modules_to_save)):
         whole |= {name for name, module in model.named_modules() if any(module is other for other in shared)}
     if both := [name for name in targets.modules if name in whole]:
-        message = f"{both[0]} is trained whole (peft.lora_modules_to_save), so that an adapter cannot be on it"
+        message = f"{both[0]} is trained in full (peft.lora_modules_to_save), so it cannot have an adapter"
         raise RequestError([Problem(KEY, message, expected="modules named in one of the two")])
 
 
@@ -321,7 +323,7 @@ def _check_saved_modules(params: PeftParams, model: PreTrainedModel) -> None:
 
 
 def ties_any(model: PreTrainedModel, names: list[str]) -> bool:
-    """Whether one of the modules shares its weight with the embedding or the head: both are then trained as one."""
+    """Whether one of the modules shares its weight with the embedding or the head, so that both are trained as one."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return False
@@ -330,7 +332,7 @@ def ties_any(model: PreTrainedModel, names: list[str]) -> bool:
 
 
 def adapter_kind(adapter: Adapter) -> str:
-    """The kind of adapter that the built layers are, by our name for it."""
+    """The kind of adapter of the built layers."""
     model = adapter.model
     layers = [
         module
@@ -352,29 +354,30 @@ def adapter_kind(adapter: Adapter) -> str:
 
 
 def _untied(params: PeftParams, model: PreTrainedModel, targets: Targets) -> Iterator[str]:
-    """What comes apart that shared one weight: peft ties whole modules of LoRA's kinds, and nothing else."""
+    """Warning about a tied weight that an adapter unties: peft keeps only modules trained in full with LoRA's kinds
+    tied."""
     apart = list(params.lora_modules_to_save) if params.peft_method in NEVER_TIE else []
     if ties_any(model, [*apart, *targets.modules]):
         yield (
-            "head and embedding share one weight, and the adapter is trained apart from the other of the two: a merged "
-            "model has both. With peft.lora_modules_to_save a LoRA kind trains them as one"
+            "head and embedding share one weight, and the adapter is trained on only one of them: a merged model has "
+            "separate weights. With peft.lora_modules_to_save a LoRA kind trains them as one"
         )
 
 
 def _apart(model: PreTrainedModel) -> Iterator[str]:
-    """What to tell where head and embedding, which shared one weight, no longer do: peft 0.21 finds no head for an
-    embedding whose name it does not know, as GPT-2's."""
+    """Warning if head and embedding were tied and no longer are: peft 0.21 finds no head for an embedding with an
+    unknown name, such as GPT-2's."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is not embedding.weight:
         name = next(name for name, module in model.named_modules() if module is head)
         yield (
-            f"head and embedding share one weight, and peft trains the embedding apart from {name}: what is exported "
-            f"and merged has both. {name} in peft.lora_modules_to_save trains them as one"
+            f"head and embedding share one weight, and peft trains the embedding separately from {name}: exported and "
+            f"merged models have separate weights. {name} in peft.lora_modules_to_save trains them as one"
         )
 
 
 def still_zero(model: nn.Module) -> list[str]:
-    """Names of LoRA's B matrices that training has left at zero: their modules do what they did without an adapter."""
+    """Names of LoRA's B matrices that are still zero after training, so that their adapters have no effect."""
     matrices = [
         (name, parameter)
         for name, parameter in model.named_parameters()

@@ -1,7 +1,7 @@
-"""Start of an adapter: drawn weights, or those of a saved adapter that a run goes on training.
+"""Initial weights of an adapter: random ones, or those of a saved adapter to continue.
 
-Drawn numbers are a function of the run's seed and the names of the modules alone, so that one process, copies and
-shards of any number begin alike.
+Random numbers depend only on the run's seed and the modules' names, so that any number of processes and shards starts
+the same.
 """
 
 import zlib
@@ -39,21 +39,21 @@ _COUNTED = {
     "lora_alpha": "lora_alpha",
     "alpha_pattern": "alpha_pattern",
 }
-"""Settings of peft that no shape tells, with our keys."""
+"""peft's settings that do not show in shapes -> our keys."""
 _MOST = 3
-"""Names that a message lists."""
+"""Maximum number of names in a message."""
 
 
 def load_first_adapter(written: str, model: PeftModel, is_rehearsed: bool) -> None:
-    """Put the saved weights into the adapter of `model`; of a rehearsal only names and shapes are compared, and of a
-    hub's adapter nothing. What lies on meta is left to `FirstWeights`.
+    """Load the saved weights into the adapter of `model`. A rehearsal only compares names and shapes, and nothing for a
+    hub adapter. Meta tensors are left to `FirstWeights`.
 
-    Raises RequestError where the file is missing, damaged, or of other modules or sizes than were attached.
+    Raises RequestError if the file is missing, damaged, or has other modules or sizes than the attached adapter.
     """
     if is_rehearsed and local_folder(written) is None:
         return
     with FirstWeights(written) as saved:
-        # Raises RequestError where the same weights would count otherwise than they did.
+        # Settings under which the same weights would have another effect are refused.
         now = model.peft_config["default"].to_dict()
         problems = [
             Problem(f"peft.{key}", f"the adapter in {saved.file.parent} has {name}: {was}, here it is {now.get(name)}")
@@ -74,7 +74,7 @@ def load_first_adapter(written: str, model: PeftModel, is_rehearsed: bool) -> No
 
 
 def saved_names(model: PeftModel) -> dict[str, Tensor]:
-    """The adapter's tensors by the names that a saved adapter gives them, read without computing any."""
+    """The adapter's tensors by their names in a saved adapter, without computing any."""
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -85,27 +85,27 @@ def saved_names(model: PeftModel) -> dict[str, Tensor]:
 
 
 def as_saved(written: str, model: PeftModel) -> tuple[int, int]:
-    """How many of the adapter's tensors have the saved values, as far as this rank has them, and how many there are."""
+    """Number of the adapter's tensors with the saved values (of this rank's shards), and their total."""
     with FirstWeights(written) as saved:
         tensors = saved_names(model)
         return sum(_is_part(item, saved.tensors[name].get_tensor(name)) for name, item in tensors.items()), len(tensors)
 
 
 def _is_part(tensor: Tensor, saved: Tensor) -> bool:
-    """Whether a tensor, or this rank's part of one, holds what was saved, rounded to its dtype."""
+    """Whether a tensor, or this rank's shard, has the saved values, rounded to its dtype."""
     local = local_part(tensor.detach())
     if local is not tensor and getattr(tensor, "placements", None):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
         parts = saved.chunk(mesh.size(mesh.ndim - 1), 0)
         number = shard_number(tensor)
         saved = parts[number] if number < len(parts) else saved[:0]
-    if local.shape != saved.shape:  # cut for devices that share each matrix
+    if local.shape != saved.shape:  # split for tensor parallel
         return local.numel() < saved.numel()
     return bool(torch.equal(local.cpu(), saved.to(local.dtype)))
 
 
 class FirstWeights:
-    """The open file of a saved adapter, from which a base in shards takes what it attaches, unit by unit."""
+    """The open file of a saved adapter, from which a sharded model loads unit by unit."""
 
     def __init__(self, written: str) -> None:
         found = find_adapter(written)
@@ -128,7 +128,7 @@ class FirstWeights:
         self._files.close()
 
     def fill(self, layer: nn.Module, name: str) -> None:
-        """Give the adapter's parameters in a layer of the base, which has this name there, their saved values."""
+        """Load the saved values into the adapter's parameters of the base layer with this name."""
         for inner, parameter in layer.named_parameters():
             saved = f"base_model.model.{name}.{inner}".replace(".default", "")
             if ".default" in f".{inner}" and saved in self.tensors:
@@ -144,21 +144,21 @@ def _weight_file(written: str, folder: Path) -> Path:
         return folder / WEIGHTS
     try:
         file = cached_file(written, WEIGHTS, local_files_only=not hub_is_reachable())
-    except Exception as error:  # the hub client and its cache raise many kinds
+    except Exception as error:  # the hub client and its cache raise many types
         raise RequestError([Problem(KEY, f"the weights of {written!r} do not load: {one_line(error)}")]) from None
-    assert file is not None  # which else raises
+    assert file is not None  # it raises otherwise
     return Path(file)
 
 
 def _require_same(file: Path, attached: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises RequestError where the saved adapter has other tensors than the one that was attached."""
+    """Raise RequestError if the saved adapter has other tensors than the attached one."""
     lacking, extra = sorted(attached.keys() - shapes.keys()), sorted(shapes.keys() - attached.keys())
     other = [name for name in attached if name in shapes and tuple(attached[name].shape) != shapes[name]]
     said = []
     if lacking:
         said.append(f"has no weights for {_listed(lacking)}")
     if extra:
-        said.append(f"has weights for {_listed(extra)}, which this model or recipe gives no adapter")
+        said.append(f"has weights for {_listed(extra)}, which have no adapter in this model or recipe")
     if other:
         was, now = shapes[other[0]], tuple(attached[other[0]].shape)
         said.append(f"has other shapes for {_listed(other)} ({was}, here {now})")
@@ -174,7 +174,7 @@ def _listed(names: list[str]) -> str:
 
 @contextmanager
 def drawn_for(name: str, seed: int, place: Place) -> Iterator[None]:
-    """Within the block random numbers are those of `name`; what is drawn after it is as without the block."""
+    """Within the block random numbers are seeded by `name`; the generators are restored afterwards."""
     devices = [place.device] if place.kind == "cuda" and not place.rehearsed else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(mixed(seed, 0, zlib.crc32(name.encode())))
@@ -182,18 +182,18 @@ def drawn_for(name: str, seed: int, place: Place) -> Iterator[None]:
 
 
 def start_word(params: PeftParams) -> str | bool:
-    """peft's word for how LoRA's A matrices are drawn; those of EVA are found later, when there are rows."""
+    """peft's `init_lora_weights` for LoRA's A matrices; EVA's are computed later, from rows."""
     is_gaussian = "lora_init" in ADAPTERS[params.peft_method].keys and params.lora_init is LoraInit.GAUSSIAN
     return "gaussian" if is_gaussian else True
 
 
 def start_layers(layers: Iterable[tuple[str, nn.Module]], seed: int, place: Place, params: PeftParams) -> None:
-    """Draw what peft's layers start from that have values of their own. The names are those in the base model."""
+    """Initialize adapter layers whose initial values do not depend on the base. Names are those in the base model."""
     word = start_word(params)
     for name, module in layers:
         if isinstance(module, LoraLayer):
             with drawn_for(name, seed, place), torch.no_grad():
                 module.reset_lora_parameters("default", word)
         elif isinstance(module, IA3Layer):
-            with torch.no_grad():  # to ones
+            with torch.no_grad():  # IA3 starts at ones
                 module.reset_ia3_parameters("default")

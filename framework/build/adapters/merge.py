@@ -1,4 +1,4 @@
-"""An adapter goes into the weights that it was trained on."""
+"""Merging of an adapter into its base's weights."""
 
 import warnings
 
@@ -14,9 +14,9 @@ from framework.build.adapters.quantize import dequantize, is_quantized
 
 
 def merge(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The plain model, in `dtype`, that computes what base and adapter compute together. Takes `model` apart.
+    """The plain model, in `dtype`, that computes the same as base and adapter together. Consumes `model`.
 
-    A quantised base is dequantised first, because a merge into packed weights would round the adapter away.
+    A quantized base is dequantized first, because a merge into quantized weights would round the adapter away.
     """
     with warnings.catch_warnings():
         # peft reads a property that transformers 5.20 renamed; nothing a user could change
@@ -26,13 +26,15 @@ def merge(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
             base = _unloaded(model)
             dequantize(base)
             config.init_lora_weights = True
-            config.fan_in_fan_out = any(isinstance(each, Conv1D) for each in base.modules())  # packed layers never are
+            config.fan_in_fan_out = any(
+                isinstance(each, Conv1D) for each in base.modules()
+            )  # quantized layers are never transposed
             model = PeftModel(base, config, autocast_adapter_dtype=True)
             set_peft_model_state_dict(model, state)
     _lift_whole(model, trained=True)
     _part_adapted(model.get_base_model())
     with warnings.catch_warnings():
-        # of tied weights, which `_part_adapted` and `untie_where_different` see to
+        # about tied weights, which `_part_adapted` and `untie_where_different` handle
         warnings.filterwarnings("ignore", "Model (has|with) `tie_word_embeddings=True`", UserWarning)
         warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied", UserWarning)
         merged: PreTrainedModel = model.merge_and_unload()
@@ -40,13 +42,13 @@ def merge(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def detach(model: PeftModel) -> PreTrainedModel:
-    """The base model without its adapter, in the dtype that it is held in. Takes `model` apart."""
+    """The base model without its adapter, in its own dtype. Consumes `model`."""
     return finished(model.get_base_model() if hasattr(model, "prompt_encoder") else _unloaded(model), None)
 
 
 def finished(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The model as it can be written: trainable again, cast, and stating whether its head is still its embedding."""
-    model._hf_peft_config_loaded = False  # else save_pretrained looks for an adapter
+    """The model ready for saving: trainable, cast, and with the right setting for tied weights."""
+    model._hf_peft_config_loaded = False  # otherwise save_pretrained looks for an adapter
     if dtype is not None:
         model.to(dtype)
     untie_where_different(model)
@@ -54,7 +56,7 @@ def finished(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedMod
 
 
 def untie_where_different(model: PreTrainedModel) -> None:
-    """A head trained apart from the embedding that it was tied to must not be tied again when it is loaded."""
+    """Mark head and embedding as untied if their weights differ, so that loading does not tie them again."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is embedding.weight:
         return
@@ -63,7 +65,8 @@ def untie_where_different(model: PreTrainedModel) -> None:
 
 
 def _unloaded(model: PeftModel) -> PreTrainedModel:
-    """The base as it was, packed or not. Peft 0.21 takes IA3 off no model that says it is packed, as if to merge it."""
+    """The base without the adapter. peft 0.21 refuses to remove IA3 from a model that is marked as quantized, as it
+    does for a merge."""
     _lift_whole(model, trained=False)
     said = vars(model.get_base_model())
     packed = {name: said.pop(name) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit") if name in said}
@@ -73,16 +76,15 @@ def _unloaded(model: PeftModel) -> PreTrainedModel:
 
 
 def _lift_whole(model: PeftModel, trained: bool) -> None:
-    """What was trained whole, or else what it was before, in place of peft's wrappers: peft 0.21 takes a block for one
-    layer with a `weight` where IA3 or VeRA is next to it, and writes the trained values over those of before."""
+    """Replace peft's wrappers of modules trained in full by the trained module or the original: peft 0.21 takes a block
+    for one layer with a `weight` with IA3 or VeRA, and overwrites the original values."""
     for name, module in list(model.named_modules()):
         if isinstance(module, ModulesToSaveWrapper):
             model.set_submodule(name, module.modules_to_save["default"] if trained else module.original_module)
 
 
 def _part_adapted(model: PreTrainedModel) -> None:
-    """A weight of its own for a head or embedding that has an adapter and shares its weight with the other of the two,
-    which an update of one would else reach as well."""
+    """Untie a head or embedding that has an adapter, since merging would otherwise change both."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return

@@ -1,12 +1,12 @@
-"""What LoRA's layers compute: products in the base's dtype, one for all layers that read the same input; DoRA's norms.
+"""Faster computation of LoRA layers: products in the base's dtype, shared by layers with the same input; DoRA's norms.
 
 peft casts the input of a layer up to the adapter's dtype. Without autocast its products are then float32 ones, on an
 8B with rank 16 a sixth of the step; with autocast every input is cast up and down again. Here a factor is cast down to
 its input instead, inside the graph, so that its gradient and the weight that the optimizer changes stay float32.
 
 The first factors of queries, keys and values (of gate and up) are multiplied with their input together: three of rank
-16 over 8,192 x 4,096 take 0.10 ms together and 0.26 ms apart (one H200), and backward adds one gradient to the input's
-instead of three. Parameters, files and merges stay as they are.
+16 over 8,192 x 4,096 take 0.10 ms together and 0.26 ms separately (one H200), and backward adds one gradient to the
+input's instead of three. Parameters, files and merges stay as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,13 @@ SAME_INPUT = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-"""Names that transformers' models give to layers of one module which read the same tensor."""
+"""Names of layers in transformers' models that have the same input within a module."""
 
 
 class InInputDtype(nn.Linear):
-    """A linear layer without bias whose product is in the dtype of its input, whatever its weight's.
+    """A linear layer without bias that computes in the dtype of its input, whatever its weight's.
 
-    `together`: the layers that read the same input, of which this is number `place`.
+    `together`: the layers with the same input, of which this is number `place`.
     """
 
     together: "Together | None" = None
@@ -46,9 +46,9 @@ class InInputDtype(nn.Linear):
 
 
 class Together:
-    """Layers that read the same input: it is multiplied with all of them when the first asks, the others take theirs.
+    """Layers with the same input: the first call computes the product with all of them, and the others use their part.
 
-    A layer that is called with another tensor, or a second time, has the product made anew.
+    A layer that is called with another tensor, or a second time, computes a new product.
     """
 
     def __init__(self, layers: Sequence[InInputDtype]) -> None:
@@ -59,7 +59,7 @@ class Together:
             layer.together, layer.place = self, place
 
     def product(self, place: int, input: Tensor) -> Tensor:
-        """The product of layer `place`: a view into that of all."""
+        """The product of layer `place`: a view of the shared product."""
         if input is not self.input or place not in self.waiting:
             weight = torch.cat([layer.weight for layer in self.layers]).to(input.dtype)
             together = nn.functional.linear(input, weight)
@@ -72,12 +72,12 @@ class Together:
 
 
 class DoraByRows(DoraLinearLayer):  # type: ignore[misc]
-    """DoRA (arXiv 2402.09353) whose norms are computed without the matrix that they are of.
+    """DoRA (arXiv 2402.09353) with norms computed without the adapted matrix.
 
     peft multiplies an identity of the input's width by the factors, and adds the product to a copy of the weight, in
     every forward pass. The squared norm of a row of W + s B A is that of W, plus 2 s times the sum of (W A^T) B over
     the rank, plus s^2 times b G b^T with the r x r matrix G = A A^T: the weight is read twice, and nothing as large is
-    made. As in the paper the norm counts as a constant in backward.
+    made. As in the paper the norm is a constant in backward.
     """
 
     def forward(
@@ -91,8 +91,8 @@ class DoraByRows(DoraLinearLayer):  # type: ignore[misc]
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """What DoRA adds to the base layer's result: `[..., in]` to `[..., out]`. `base_result` is that result where
-        nothing was dropped out of `x`."""
+        """DoRA's addition to the base layer's result: `[..., in]` to `[..., out]`. `base_result` is that result if
+        there was no dropout of `x`."""
         bias: Tensor | None = getattr(base_layer, "bias", None)
         base = base_layer(x) if base_result is None else base_result
         base = base if bias is None else base - bias
@@ -118,7 +118,7 @@ def row_norms(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tenso
 
 
 def compute_in_input_dtype(model: PeftModel) -> None:
-    """Give LoRA's layers such products, and those that read the same input one for all."""
+    """Replace the factors of LoRA's layers by these, with shared products for layers with the same input."""
     for layer in model.modules():
         if not isinstance(layer, LoraLayer):
             continue
@@ -135,13 +135,13 @@ def compute_in_input_dtype(model: PeftModel) -> None:
 
 
 def _first_factors(layer: object) -> Iterator[InInputDtype]:
-    """The factor that reads the layer's input, unless dropout makes that another tensor for each layer."""
+    """The factor on the layer's input, unless dropout makes the input differ between layers."""
     if isinstance(layer, LoraLayer) and all(isinstance(drop, nn.Identity) for drop in layer.lora_dropout.values()):
         yield from (factor for factor in layer.lora_A.values() if isinstance(factor, InInputDtype))
 
 
 def norm_by_rows(model: PeftModel) -> None:
-    """Have DoRA's linear layers compute their norms without the matrix."""
+    """Make DoRA's linear layers compute their norms without the adapted matrix."""
     for module in model.modules():
         if type(module) is DoraLinearLayer:
             module.__class__ = DoraByRows

@@ -1,6 +1,6 @@
-"""`peft.q_lora` becomes a frozen base in 4 or 8 bits, through bitsandbytes.
+"""Quantization of a frozen base to 4 or 8 bits by bitsandbytes (`peft.q_lora`).
 
-Linear layers are packed; embeddings, head, norms and stacked experts stay in the model's own dtype, and nothing is
+Linear layers are quantized; embeddings, head, norms and stacked experts stay in the model's own dtype, and nothing is
 cast to float32 (peft's prepare_model_for_kbit_training would: on an 8B model 2 GiB, and larger activations).
 """
 
@@ -26,24 +26,24 @@ from framework.schema.config import TrainingConfig
 from framework.schema.peft import PeftParams
 
 BLOCK, NESTED_BLOCK = 64, 256
-"""Weights, and scales, that share one scale (bitsandbytes/functional.py, quantize_4bit)."""
+"""Weights per scale, and scales per nested scale (bitsandbytes/functional.py, quantize_4bit)."""
 DECOMPOSITION_ITERATIONS = 16
-"""Of the fast singular value decomposition, as peft's `pissa_niter_16`."""
+"""Iterations of the fast singular value decomposition, as in peft's `pissa_niter_16`."""
 
 Factors = Mapping[str, tuple[Tensor, Tensor]]
 """Name of a module -> (A, B), on the host."""
 
 
 def require_bitsandbytes(key: str, otherwise: str) -> None:
-    """Raises RequestError when the package that packs the weights is not installed, with what else `key` may be."""
+    """Raise RequestError if bitsandbytes is not installed, with the alternative for `key`."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        message = "packed weights need the package bitsandbytes, which is not installed"
+        message = "quantized weights need the package bitsandbytes, which is not installed"
         raise RequestError([Problem(key, message, expected=f"pip install bitsandbytes, or {otherwise}")])
 
 
 def refuse_other_packing(config: TrainingConfig, architecture: PretrainedConfig) -> None:
-    """Raises RequestError where a checkpoint is stored quantized and the run does not hold it just so: such weights
-    arrive as they are stored, whatever was asked for and planned. Only bitsandbytes' are held so, and not sharded."""
+    """Raise RequestError if a checkpoint is stored in another quantization than the run asks for, since such weights
+    load as they are stored, whatever was planned. Only bitsandbytes' are supported, and not sharded."""
     stored: Any = getattr(architecture, "quantization_config", None)
     if stored is None or not config.model.load_pretrained_weights:
         return
@@ -51,12 +51,14 @@ def refuse_other_packing(config: TrainingConfig, architecture: PretrainedConfig)
     if (method := settings.get("quant_method")) != "bitsandbytes":
         method = getattr(method, "value", method)
         how = f"are stored quantized by {method!r}" if method else "have a quantization_config without a quant_method"
-        message = f"the weights of {config.model.model_name} {how}, and no plan knows their size"
+        message = f"the weights of {config.model.model_name} {how}, so their size cannot be planned"
         works = "the checkpoint that they were quantized from, and peft=qlora, which quantizes it as it loads"
         raise RequestError([Problem("model.model_name", message, expected=works)])
     if config.fsdp.is_sharded:
-        message = f"the weights of {config.model.model_name} are stored packed, and are split as they are packed here"
-        works = "the checkpoint that it was packed from, or fsdp.enable_fsdp: false"
+        message = (
+            f"the weights of {config.model.model_name} are stored quantized, and sharding needs to quantize them itself"
+        )
+        works = "the unquantized checkpoint, or fsdp.enable_fsdp: false"
         raise RequestError([Problem("fsdp.enable_fsdp", message, expected=works)])
     peft, bits = config.peft, 4 if settings.get("load_in_4bit") else 8
     code, nested = settings.get("bnb_4bit_quant_type", "fp4"), bool(settings.get("bnb_4bit_use_double_quant"))
@@ -66,27 +68,24 @@ def refuse_other_packing(config: TrainingConfig, architecture: PretrainedConfig)
     keys = {"peft.q_lora_bits": str(bits)}
     keys |= {"peft.bnb_4bit_quant_type": code, "peft.use_bnb_nested_quant": str(nested).lower()} if bits == 4 else {}
     words = " ".join(f"{key}={value}" for key, value in keys.items())
-    expected = f"peft=qlora {words}, or the checkpoint that it was packed from"
+    expected = f"peft=qlora {words}, or the unquantized checkpoint"
     if asked != kind:
-        message = f"the weights of {config.model.model_name} are stored as {kind}, and asked for is {asked}"
+        message = f"the weights of {config.model.model_name} are stored as {kind}, and the run asks for {asked}"
         raise RequestError([Problem("peft.q_lora", message, expected=expected)])
     if peft.peft_method is PeftMethod.LOFTQ:
         message = (
-            f"loftq needs what quantisation loses, and the weights of {config.model.model_name} are stored as {kind}"
+            f"loftq needs the quantization error, and the weights of {config.model.model_name} are stored as {kind}"
         )
-        raise RequestError(
-            [Problem("peft.peft_method", message, expected="lora, or the checkpoint before it was packed")]
-        )
+        raise RequestError([Problem("peft.peft_method", message, expected="lora, or the unquantized checkpoint")])
 
 
 ROW_HEADS = ("classifier", "pre_classifier", "score", "head", r".*\.pooler", "pooler")
-"""What transformers' families call the layers of a head of a task of rows, as it wants them: names, or expressions."""
+"""Names or expressions of the head's layers in a task of rows, for transformers' `llm_int8_skip_modules`."""
 
 
 def quantization(params: PeftParams, computed: torch.dtype, of_rows: bool) -> BitsAndBytesConfig:
-    """What transformers is told. `computed` is the dtype that 4-bit weights are multiplied in; `of_rows`: the model
-    answers for whole rows by a head that is trained, of which transformers by itself leaves out the last layer's name
-    alone."""
+    """transformers' quantization config. `computed` is the compute dtype of 4-bit weights; `of_rows`: the model has a
+    trained head for rows, of which transformers by default skips only the last layer."""
     kept = list(ROW_HEADS) if of_rows else None
     if params.q_lora_bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
@@ -100,10 +99,11 @@ def quantization(params: PeftParams, computed: torch.dtype, of_rows: bool) -> Bi
 
 
 def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, place: Place) -> Factors:
-    """Pack the linear layers of a model that was built in full, as a quantised load would; other tensors move to
-    `place`. A model that was loaded packed stays as it is; one on meta gets the shapes.
+    """Quantize the linear layers of a model that was built unquantized, as a quantized load would; other tensors move
+    to `place`. A model that was loaded quantized is left unchanged; one on meta gets the shapes.
 
-    For loftq, the factors of the best adapter of rank `lora_r` for what each layer loses; else nothing.
+    Returns for LoftQ the factors of the best rank-`lora_r` approximation of each layer's quantization error; else
+    nothing.
     """
     import bitsandbytes as bnb
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -111,9 +111,8 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
     lost: dict[str, tuple[Tensor, Tensor]] = {}
     if not is_quantized(model):
         if not place.rehearsed:
-            # Bring plain layers to the host, from where each is quantized alone, as those of a checkpoint are. Where
-            # all lie on the card, small results settle at the ends of large layers' segments, which torch then cannot
-            # give back.
+            # Move plain layers to the host, and quantize each from there, as for a checkpoint. If all were on the card,
+            # small results would be placed at the ends of large layers' segments, which torch then could not free.
             moved = [
                 module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module.weight.is_cuda
             ]
@@ -138,13 +137,15 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
             if tensor.device.type != place.device.type and not tensor.is_meta:
                 tensor.data = tensor.data.to(place.device)
     keep_packing(model)
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line for each 8-bit product
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(
+        logging.ERROR
+    )  # it logs a line for each 8-bit product
     return lost
 
 
 def keep_packing(model: nn.Module) -> None:
-    """Leave 4-bit weights on a CPU as they are: bitsandbytes would repack them for evaluation in a form that nobody
-    trains on, which rows that are no multiple of its blocks have not (bitsandbytes 0.50)."""
+    """Keep 4-bit weights on a CPU in their format: bitsandbytes would convert them for evaluation into one without
+    training support, and only for rows that are a multiple of its blocks (bitsandbytes 0.50)."""
     import bitsandbytes as bnb
 
     for module in model.modules():
@@ -159,7 +160,7 @@ def _fill(module: Any, weight: Tensor, place: Place) -> None:
     if place.rehearsed or weight.is_meta:
         module.weight = _packed_shape(old, weight) if is_4bit else _bytes_shape(weight)
     elif is_4bit:
-        # the module comes along, because the quantisation leaves the scales with it too
+        # with the module, which also gets the scales from the quantization
         module.weight = bnb.nn.Params4bit(weight, requires_grad=False, **{**old.__dict__, "module": module}).to(
             place.device
         )
@@ -169,7 +170,7 @@ def _fill(module: Any, weight: Tensor, place: Place) -> None:
 
 
 def _packed_shape(old: Any, weight: Tensor) -> Any:
-    """A 4-bit weight without values: what quantize_4bit leaves behind."""
+    """A 4-bit weight on meta, shaped as the result of quantize_4bit."""
     import bitsandbytes as bnb
     from bitsandbytes.functional import QuantState
 
@@ -207,8 +208,8 @@ def _bytes_shape(weight: Tensor) -> Any:
 
 
 def _best_factors(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(A, B) whose product B A is closest to `residual` (out, in), whatever was drawn before: the decomposition begins
-    with directions by lot, and any number of ranks must start from the same adapter."""
+    """(A, B) with the product B A closest to `residual` (out, in). The decomposition starts from random directions,
+    which are seeded so that any number of ranks gets the same adapter."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         left, scales, right = torch.svd_lowrank(residual, min(rank, *residual.shape), niter=DECOMPOSITION_ITERATIONS)
@@ -219,15 +220,15 @@ def _best_factors(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def weight_count(parameter: Tensor) -> int:
-    """Weights that a parameter stands for: two to each byte where it is packed."""
+    """Number of weights of a parameter: two per byte if quantized to 4 bits."""
     state = packed_state(parameter)
     return int(state.shape.numel()) if state is not None else parameter.numel()
 
 
 def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """What packed weights need next to them that is neither parameter nor buffer: scales, codes, offsets."""
+    """Tensors of quantized weights that are neither parameters nor buffers: scales, codes, offsets."""
     for module in model.modules():
-        weight = dict(module.named_parameters(recurse=False)).get("weight")  # peft's layers show that of their base
+        weight = dict(module.named_parameters(recurse=False)).get("weight")  # peft's layers expose their base's
         state = getattr(weight, "quant_state", None)
         if isinstance(state, Packing):
             continue
@@ -244,8 +245,8 @@ def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Packing:
-    """What a 4-bit weight stands for that holds its scales itself (framework/build/parallel/quantized_shards.py): the
-    `shape` (out, in) and `dtype` of the matrix that was packed, and how it was."""
+    """Description of a 4-bit weight that contains its scales (framework/build/parallel/quantized_shards.py): `shape`
+    (out, in) and `dtype` of the original matrix, and the quantization."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -254,22 +255,22 @@ class Packing:
 
 
 def packed_state(parameter: Tensor) -> Any:
-    """What goes with the numbers of a 4-bit weight, bitsandbytes' QuantState or a Packing; None for others."""
+    """Quantization state of a 4-bit weight, bitsandbytes' QuantState or a Packing; None for others."""
     return getattr(parameter, "quant_state", None)
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether a weight is held in 4 or 8 bits."""
+    """Whether a weight is quantized to 4 or 8 bits."""
     return packed_state(parameter) is not None or type(parameter).__name__ == "Int8Params"
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any weight of the model is held in 4 or 8 bits."""
+    """Whether any weight of the model is quantized to 4 or 8 bits."""
     return any(map(is_packed, model.parameters()))
 
 
 def quantized_kinds(model: nn.Module) -> Counter[str]:
-    """What the packed layers are, in words, with how many there are."""
+    """Descriptions of the quantized layers, with counts."""
     kinds: Counter[str] = Counter()
     for parameter in model.parameters():
         if (state := packed_state(parameter)) is not None:
@@ -285,7 +286,7 @@ def kind_name(bits: int, code: str, nested: bool) -> str:
 
 
 def unquantized(model: PreTrainedModel) -> str:
-    """The frozen parameters that are not packed, by place and dtype, in one line."""
+    """The frozen unquantized parameters, by location and dtype, in one line."""
     counted: Counter[tuple[str, str]] = Counter()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for name, parameter in model.named_parameters():
@@ -299,7 +300,7 @@ def unquantized(model: PreTrainedModel) -> str:
 
 
 def dequantized(module: Any) -> Tensor:
-    """The weight of a packed layer as a matrix (out, in)."""
+    """The dequantized weight of a layer, a matrix (out, in)."""
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
     weight: Tensor = dequantize_bnb_weight(module.weight, getattr(module, "state", None)).detach()
@@ -307,7 +308,7 @@ def dequantized(module: Any) -> Tensor:
 
 
 def dequantize(model: PreTrainedModel) -> None:
-    """Plain layers, in the model's own dtype, in place of the packed ones."""
+    """Replace quantized layers by plain ones, in the model's own dtype."""
     import bitsandbytes as bnb
 
     for name, module in list(model.named_modules()):

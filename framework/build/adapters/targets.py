@@ -1,4 +1,4 @@
-"""`peft.lora_target_modules` becomes the modules and stacked expert weights that an adapter goes on."""
+"""Targets of an adapter: the modules and stacked expert weights for `peft.lora_target_modules`."""
 
 import re
 from collections import Counter
@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Targets:
-    """Full names of the adapted modules and of the adapted stacked weights, and what of it the user should know."""
+    """Full names of the adapted modules and stacked weights, with notes for the user."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...] = ()
@@ -31,22 +31,22 @@ class Targets:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Full names of the modules that get a layer of the adapter: of a stacked weight the one that holds it."""
+        """Full names of the modules that get an adapter layer, including those with adapted stacked weights."""
         return (*self.modules, *(name.rpartition(".")[0] for name in self.parameters))
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a name, or a regular expression for its end, means a module, as peft reads its patterns."""
+    """Whether a name, or a regular expression for its end, matches a module, as in peft's patterns."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
 def of_pattern(patterns: dict[str, float], name: str, default: float) -> float:
-    """The value of the first pattern that fits a target, as peft chooses (`get_pattern_key`)."""
+    """The value of the first pattern that matches a target, as in peft (`get_pattern_key`)."""
     return next((value for pattern, value in patterns.items() if fits(pattern, name)), default)
 
 
 def without_excluded(params: PeftParams, targets: Targets) -> Targets:
-    """The targets that are in the blocks asked for and not excluded. Raises RequestError where none is left, or a name
+    """The targets in the requested blocks without excluded ones. Raises RequestError if none is left, or a name
     excludes nothing."""
     problems = list(_invalid(params))
     if problems:
@@ -80,8 +80,8 @@ def without_excluded(params: PeftParams, targets: Targets) -> Targets:
 
 
 def check_patterns(params: PeftParams, targets: Targets) -> None:
-    """Raises RequestError for a pattern that fits no target, or whose value is none."""
-    problems, names = list[Problem](), targets.modules  # peft has no patterns for stacked weights
+    """Raise RequestError for a pattern without a match, or with an invalid value."""
+    problems, names = list[Problem](), targets.modules  # peft supports no patterns for stacked weights
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern, value in getattr(params, key).items():
             where = f"peft.{key}.{pattern}"
@@ -97,13 +97,13 @@ def check_patterns(params: PeftParams, targets: Targets) -> None:
 
 
 def _block(name: str) -> int | None:
-    """Number of the transformer block that a module is in."""
+    """Index of the transformer block of a module."""
     found = _BLOCK.search(name)
     return int(found[1]) if found else None
 
 
 def _invalid(params: PeftParams) -> Iterator[Problem]:
-    """Patterns that are no regular expressions."""
+    """Problems for invalid regular expressions."""
     keys = [(f"peft.lora_exclude_modules[{index}]", text) for index, text in enumerate(params.lora_exclude_modules)]
     for name in ("rank_pattern", "alpha_pattern"):
         keys += [(f"peft.{name}.{pattern}", pattern) for pattern in getattr(params, name)]
@@ -111,12 +111,12 @@ def _invalid(params: PeftParams) -> Iterator[Problem]:
         try:
             re.compile(pattern)
         except re.error as error:
-            yield Problem(key, f"{pattern!r} is no regular expression: {error}")
+            yield Problem(key, f"{pattern!r} is not a regular expression: {error}")
 
 
 def _unmatched(key: str, pattern: str, names: Sequence[str]) -> Problem:
     ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
-    return Problem(key, f"{pattern!r} fits none of the adapted modules", expected=f"one of {ends}, or an expression")
+    return Problem(key, f"{pattern!r} matches none of the adapted modules", expected=f"one of {ends}, or an expression")
 
 
 KEY = "peft.lora_target_modules"
@@ -133,27 +133,27 @@ ROLES = (
     ("up_proj", "w3", *_WIDENING),
     ("down_proj", "w2", "mlp.c_proj", "fc2", "lin2", "dense_4h_to_h", "mlp.Wo", "output.dense"),
 )
-"""Names that the model families of transformers give to a layer of one role: queries, keys, values, the projection out
-of attention; the gate, the way up and the way down of the feed-forward network."""
+"""Names of layers with the same role in transformers' model families: queries, keys, values, output projection of
+attention; gate, up and down projections of the feed-forward network."""
 _ON_EXPERTS = (PeftMethod.LORA, PeftMethod.RSLORA)
-"""Kinds that peft can put on stacked weights (ParamWrapper in peft/tuners/lora/layer.py), without dropout."""
+"""Kinds that peft supports on stacked weights (ParamWrapper in peft/tuners/lora/layer.py), without dropout."""
 
 
 def linear_modules(model: PreTrainedModel) -> list[str]:
-    """Full names of every linear layer but the head."""
+    """Full names of all linear layers except the head."""
     head, kinds = head_layers(model), (nn.Linear, Conv1D)
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module not in head]
 
 
 def stacked_experts(model: nn.Module) -> list[str]:
-    """Full names of the weights that hold a matrix for each expert: three-dimensional parameters."""
+    """Full names of stacked expert weights: three-dimensional parameters."""
     return [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
 
 
 def find_targets(params: PeftParams, model: PreTrainedModel) -> Targets:
-    """The targets as written, else peft's own choice for this kind of model and adapter, without what is excluded.
+    """The written targets, else peft's defaults for the model and adapter, without exclusions.
 
-    Raises RequestError, naming the linear layers there are, when nothing matches or a pattern fits no target.
+    Raises RequestError, with the existing linear layers, if nothing matches or a pattern matches no target.
     """
     targets = without_excluded(params, _written_targets(params, model))
     check_patterns(params, targets)
@@ -183,7 +183,7 @@ def _written_targets(params: PeftParams, model: PreTrainedModel) -> Targets:
 
 
 def modules_within(model: nn.Module, named: Sequence[str]) -> set[str]:
-    """Full names of the modules that are meant by a name or its end, and of all inside them."""
+    """Full names of the modules matched by a name or its end, and of all modules inside them."""
     names = [name for name, _ in model.named_modules() if name]
     roots = [found for wanted in named for found in _named(wanted, names)]
     return {name for name in names for root in roots if name == root or name.startswith(f"{root}.")}
@@ -196,7 +196,7 @@ def _named(target: str, names: Sequence[str]) -> list[str]:
 def _by_expression(
     params: PeftParams, model: PreTrainedModel, text: str, modules: list[str], experts: list[str]
 ) -> Targets:
-    """A text is a regular expression for whole names, or, without any of its signs, one name."""
+    """Targets of a text: a regular expression for full names, or, without special characters, one name."""
     try:
         expression = re.compile(text)
     except re.error as error:
@@ -223,8 +223,8 @@ def _default(params: PeftParams, model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _all_linear(params: PeftParams, model: PreTrainedModel) -> Targets:
-    """Every linear layer but the head and what is trained whole, and every stacked expert weight where the kind of
-    adapter can reach them."""
+    """All linear layers except the head and modules trained in full, and all stacked expert weights if the kind of
+    adapter supports them."""
     experts, whole = stacked_experts(model), modules_within(model, params.lora_modules_to_save)
     linear = [name for name in linear_modules(model) if name not in whole]
     modules, cautions = _without_clashes(params, model, linear)
@@ -244,16 +244,16 @@ def _split(params: PeftParams, model: PreTrainedModel, names: list[str], caution
     if not modules or parameters or not experts:
         return Targets(modules, parameters, tuple(cautions))
     suffixes = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in experts})
-    reason = _unreachable(params)  # or a written list that leaves them out
+    reason = _unreachable(params)  # else a written list leaves them out
     how = f"{reason}, then " if reason else ""
-    caution = f"{KEY}: experts are at 0 %; {how}[{ALL_LINEAR}] or {', '.join(suffixes)} reach them"
+    caution = f"{KEY}: experts are at 0 %; {how}[{ALL_LINEAR}] or {', '.join(suffixes)} adapt them"
     return Targets(modules, parameters, (*cautions, caution))
 
 
 def _without_clashes(params: PeftParams, model: PreTrainedModel, names: list[str]) -> tuple[list[str], list[str]]:
-    """The names that peft does not take for those of experts (convert_peft_config_for_transformers), and a caution.
+    """The names without those that peft would take for experts (convert_peft_config_for_transformers), and a warning.
 
-    It would do so here and at each reload, so what has such a name in a model of experts cannot be adapted.
+    It would do so here and at each reload, so layers with such names in a mixture of experts cannot be adapted.
     """
     renamed = _renamed_experts(params, model)
     clashing = [name for name in names if name.rsplit(".", 1)[-1] in renamed]
@@ -266,16 +266,16 @@ def _without_clashes(params: PeftParams, model: PreTrainedModel, names: list[str
 
 
 def _unreachable(params: PeftParams) -> str | None:
-    """Why this adapter cannot go on stacked weights, with the setting that can."""
+    """Why this adapter does not support stacked weights, with the setting that does."""
     if params.peft_method not in _ON_EXPERTS:
-        return f"peft puts no {params.peft_method} on stacked weights, peft.peft_method=lora does"
+        return f"peft does not support {params.peft_method} on stacked weights, but peft.peft_method=lora"
     if params.lora_dropout:
-        return "on stacked weights peft has no dropout, peft.lora_dropout=0 goes there"
+        return "peft supports no dropout on stacked weights, but peft.lora_dropout=0"
     return None
 
 
 def _renamed_experts(params: PeftParams, model: PreTrainedModel) -> dict[str, str]:
-    """Names that experts had before transformers 5 stacked them, which peft translates: old name -> stacked weight."""
+    """Names of experts before transformers 5 stacked them, which peft translates: old name -> stacked weight."""
     if params.peft_method in (PeftMethod.VERA, PeftMethod.IA3, PeftMethod.OFT) or not stacked_experts(model):
         return {}
     pattern = _MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
@@ -297,13 +297,13 @@ def _no_match(key: str, target: str, model: PreTrainedModel) -> Problem:
 
 
 def _partial(problem: Problem) -> str:
-    """A caution of a target that names nothing, next to others that do."""
+    """Warning about a target without a match if others match."""
     meant = f"; did you mean {problem.nearest}?" if problem.nearest else ""
     return f"{problem.key}: {problem.message}; the others do{meant}"
 
 
 def _of_same_role(target: str, model: PreTrainedModel) -> str | None:
-    """What this model calls the layers of the role that another family's name stands for."""
+    """This model's names for the layers with the role of another family's name."""
     names, last = linear_modules(model), target.rsplit(".", 1)[-1]
     alike = [alias for role in ROLES if any(_named(last, [alias]) for alias in role) for alias in role]
     return ", ".join(alias for alias in dict.fromkeys(alike) if _named(alias, names)) or None
@@ -314,7 +314,7 @@ def _available(model: nn.Module) -> str:
 
 
 def linear_suffixes(model: nn.Module) -> Counter[str]:
-    """Last name of every linear layer, and the last two of every stacked expert weight, with how many there are."""
+    """Last name segment of linear layers, and last two of stacked expert weights, with counts."""
     linear = (nn.Linear, Conv1D)
     names = [name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, linear)]
     return Counter([*names, *(".".join(name.rsplit(".", 2)[-2:]) for name in stacked_experts(model))])

@@ -1,4 +1,4 @@
-"""peft without bitsandbytes, which it imports for every adapter where it is installed: for seconds, and for nothing
+"""Import of peft without bitsandbytes, which peft would import for every adapter if installed: seconds for nothing
 unless the base is quantized."""
 
 import contextlib
@@ -10,7 +10,7 @@ from transformers.utils import import_utils
 
 @contextlib.contextmanager
 def without_bitsandbytes() -> Iterator[None]:
-    """Within the block peft takes bitsandbytes for not installed, unless it is imported already."""
+    """Within the block peft considers bitsandbytes not installed, unless it is already imported."""
     if "bitsandbytes" in sys.modules:
         yield
         return
@@ -24,7 +24,7 @@ def without_bitsandbytes() -> Iterator[None]:
 
 
 def _forget_what_is_installed() -> None:
-    """peft and transformers ask once, and remember the answer."""
+    """Clear the cached answers of peft and transformers."""
     from peft.import_utils import is_bnb_4bit_available, is_bnb_available
 
     is_bnb_available.cache_clear()

@@ -1,8 +1,9 @@
-"""Context parallelism: ranks that take the same rows, and of each row a part.
+"""Context parallelism: ranks take the same rows, and a part of each.
 
-A row is cut in twice as many chunks as ranks share it. Rank i takes chunk i and chunk 2n - 1 - i: as later tokens see
-more keys, every rank then has the same work in causal attention. All but attention looks at one token alone, with its
-position. A label is moved to the token that predicts it before the cut, so each rank's loss is the sum over its tokens.
+A row is cut into twice as many chunks as there are ranks in the group. Rank i takes chunks i and 2n - 1 - i: later
+tokens see more keys, so every rank has the same work in causal attention. All other layers treat tokens separately,
+with their positions. Labels are moved to the token that predicts them before the cut, so each rank's loss is the sum
+over its tokens.
 """
 
 from collections.abc import Mapping
@@ -25,25 +26,25 @@ _reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 @dataclass
 class Context:
-    """This rank, number `rank` of the `size` that share each row, and how it exchanges tensors with the others."""
+    """This rank's place in a context-parallel group of `size` ranks, and its collectives."""
 
     rank: int
     size: int
     group: Any = None
     """torch's process group of those ranks."""
     backend: SdpaBackend | None = None
-    """The kernel that was asked for."""
+    """The requested kernel."""
     calls: int = 0
-    """Attentions that were computed over all of them."""
+    """Number of attention calls over the group."""
 
     def gather(self, part: Tensor) -> Tensor:
-        """The tensors of all these ranks, in their order, end to end in the first dimension."""
+        """The tensors of all ranks of the group, concatenated in the first dimension."""
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
         _gather(whole, part, self.group)
         return whole
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
-        """This rank's part, in the first dimension, of the sum of a tensor over these ranks."""
+        """This rank's part, in the first dimension, of the sum of a tensor over the group."""
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         _reduce(part, whole, group=self.group)
         return part
@@ -51,9 +52,9 @@ class Context:
     def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of a batch whose rows are a multiple of `2 x size` tokens long.
 
-        `input_ids` and `labels` as they were, `[rows, tokens / size]`; `next`, what each token has to predict, which
-        its neighbours in the part no longer tell; `positions`, `[1, tokens / size]`. The mask of the padding is left
-        out: padding is on the right, where nothing that counts sees it.
+        It has `input_ids` and `labels`, `[rows, tokens / size]`; `next`, each token's target, which is no longer its
+        neighbor's label; `positions`, `[1, tokens / size]`. There is no padding mask, since padding is on the right,
+        where no supervised token sees it.
         """
         ids, labels = batch["input_ids"], batch["labels"]
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
@@ -74,16 +75,16 @@ class Context:
 
 
 def share_rows(config: TrainingConfig, ranks: Ranks) -> Context | None:
-    """The ranks that share this rank's rows; None where each row is one rank's. Every rank must call this.
+    """The context-parallel group of this rank; None if rows are not split. Every rank must call this.
 
-    They are neighbours: ranks 0 to n - 1 take the first rows, and so on. Their group is one of its own even where it
-    has all ranks: in that of sharding, keys would wait for the weights of the next block.
+    Groups are neighbors: ranks 0 to n - 1 take the first rows, and so on. The process group is separate even if it has
+    all ranks: in FSDP's group, keys would wait for the weights of the next block.
     """
     size = config.context_size
     if size == 1:
         return None
     group, backend = None, config.model.sdpa_backend
-    if ranks.world > 1:  # `check` looks at shapes alone
+    if ranks.world > 1:  # `check` needs only shapes
         group, _ = dist.new_subgroups(size, timeout=COLLECTIVE)  # type: ignore[no-untyped-call]
     kernel = None if backend is None else SdpaBackend(backend)
     return Context(ranks.rank % size, size, group, kernel)

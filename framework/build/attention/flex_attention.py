@@ -1,11 +1,11 @@
 """`attn_implementation: flex_attention` for rows of any length.
 
-Of rows shorter than 128 tokens torch makes its kernel for decoding, which cannot be made where tokens x queries that
-share a key exceed 128: compiling ends with "No choices exist for backend" (H200, torch 2.11, 65 tokens with two
-queries a key; the condition is in 2.13 too). The kernel for training takes them, so it is asked for by name.
+For rows shorter than 128 tokens torch selects its decoding kernel, which fails to compile if tokens x queries per key
+exceed 128: "No choices exist for backend" (H200, torch 2.11, 65 tokens with two queries a key; the condition is in 2.13
+too). The training kernel supports them, so it is selected by name.
 
-transformers compiles it once for all shapes, and torch compiles again for each kind of shape: below 128 tokens, a
-multiple of it, with gradients, each number of rows at first. After eight it would give up with a line in its log, and
+transformers compiles it once for all shapes, and torch compiles again for each kind of shape: below 128 tokens,
+multiples of it, with gradients, each number of rows at first. After eight it would stop with a line in its log, and
 compute all tokens x all tokens.
 """
 
@@ -18,11 +18,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "flex_attention"
 KINDS_OF_SHAPES = 128
-"""Graphs of one function. Rows of eight lengths in four numbers, with gradients and without, made 64 for Gemma 2."""
+"""Limit of compiled graphs per function. Eight row lengths and four numbers of rows, with and without gradients, made
+64 for Gemma 2."""
 
 
 def know_flex_attention() -> None:
-    """Let models be built with it in place of transformers' own, and rows of any shape stay compiled."""
+    """Register it in place of transformers' own, and raise the limit of compiled shapes."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, flex_attention)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, KINDS_OF_SHAPES)
 
@@ -30,9 +31,9 @@ def know_flex_attention() -> None:
 def flex_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """One of transformers' attention functions: `[rows, heads, tokens, width] -> [rows, tokens, heads, width]`.
+    """Attention function for transformers: `[rows, heads, tokens, width] -> [rows, tokens, heads, width]`.
 
-    A single token is decoded, by the kernel that is faster for it.
+    A single token uses the decoding kernel, which is faster for it.
     """
     options = {"BACKEND": "TRITON"} if query.shape[2] > 1 else None
     result: tuple[Tensor, Tensor | None] = flex_attention_forward(

@@ -1,7 +1,7 @@
-"""torch's attention kernels by their own names, which return what two results are put together with.
+"""Direct access to torch's attention kernels, which return the log-sum-exp needed to combine partial results.
 
-That is the logarithm of the sum of exponentials of each query's scores, which `scaled_dot_product_attention` keeps to
-itself. Backward takes the result and that number of all keys, and so gives exact gradients for some of the keys.
+`scaled_dot_product_attention` does not return the log-sum-exp of each query's scores. Given result and log-sum-exp over
+all keys, backward gives exact gradients for a subset of the keys.
 
 Private names of torch used here (tests/build/attention/test_kernels.py runs them, on a card too): the
 `aten._scaled_dot_product_*` operators and their `_backward`.
@@ -25,7 +25,7 @@ LSE_ALIGNMENT = 32
 """The efficient kernel rounds the rows of its logarithms up to this (kAlignLSE in kernel_forward.h)."""
 
 Rest = tuple[Tensor, ...]
-"""What a kernel wants back in backward although it drops out nothing."""
+"""Further outputs of a kernel that its backward needs, such as the state of dropout."""
 
 
 Forward = tuple[Tensor, Tensor, Rest]
@@ -33,7 +33,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Attended(NamedTuple):
-    """What backward takes: the gradient of the result, the arguments of forward, and what that gave."""
+    """Arguments of backward: the gradient of the result, and the inputs and outputs of forward."""
 
     gradient: Tensor
     q: Tensor
@@ -48,9 +48,9 @@ class Attended(NamedTuple):
 class AttentionKernel:
     """Attention of queries `[rows, heads, queries, width]` over keys and values `[rows, key heads, keys, width]`.
 
-    `forward(q, k, v, causal, scale)` gives the result, shaped as the queries, the logarithms, float32 `[rows, heads,
-    queries]`, and what backward wants. `backward(attended, causal, scale)` gives the gradients of q, k and v. With
-    `causal` there are as many keys as queries.
+    `forward(q, k, v, causal, scale)` returns the result, shaped as the queries, the log-sum-exp, float32 `[rows, heads,
+    queries]`, and further outputs for backward. `backward(attended, causal, scale)` gives the gradients of q, k and v.
+    With `causal` there are as many keys as queries.
     """
 
     name: str
@@ -59,10 +59,10 @@ class AttentionKernel:
 
 
 def choose_kernel(query: Tensor, asked: SdpaBackend | None = None) -> AttentionKernel:
-    """The kernel for queries like these: in half precision cuDNN's from Hopper on and flash before, the efficient one
+    """The kernel for such queries: in half precision cuDNN's from Hopper on and flash before, the efficient one
     for float32 or an old card.
 
-    Raises RequestError where the one that was asked for, or any, does not take them.
+    Raises RequestError if the requested one, or all, do not support them.
     """
     able = list(_able(query))
     kernel = next((item for item in able if asked in (None, item.name)), None)
@@ -75,7 +75,7 @@ def choose_kernel(query: Tensor, asked: SdpaBackend | None = None) -> AttentionK
 
 
 def _able(query: Tensor) -> Iterator[AttentionKernel]:
-    """The kernels that take such queries, the one to prefer first."""
+    """Kernels that support such queries, the preferred first."""
     if query.device.type == "cpu":
         yield CPU_FLASH
         return
@@ -109,7 +109,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 
 
 def _flash_backward(of: Attended, causal: bool, scale: float) -> Gradients:
-    starts = (None, None, of.q.shape[2], of.k.shape[2])  # of documents: there are none
+    starts = (None, None, of.q.shape[2], of.k.shape[2])  # there are no separate documents
     result: Gradients = aten._scaled_dot_product_flash_attention_backward(
         *of[:-1], *starts, 0.0, causal, *of.rest, scale=scale
     )
@@ -120,7 +120,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
     out, logarithms, *_, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
-    return out, logarithms.reshape(q.shape[:3]), (seed, offset)  # `[rows, heads, queries, 1]` as it comes
+    return out, logarithms.reshape(q.shape[:3]), (seed, offset)  # originally `[rows, heads, queries, 1]`
 
 
 def _cudnn_backward(of: Attended, causal: bool, scale: float) -> Gradients:
@@ -149,13 +149,13 @@ def _efficient_backward(of: Attended, causal: bool, scale: float) -> Gradients:
 
 
 def _expanded(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """A key and a value head for each query head, for kernels that know no groups."""
+    """Keys and values repeated for each query head, for kernels without grouped queries."""
     groups = q.shape[1] // k.shape[1]
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
 def _summed(k: Tensor, *gradients: Tensor) -> Sequence[Tensor]:
-    """The gradients of the heads that a group shares, added up."""
+    """Gradients summed over the query heads of each group."""
     rows, heads, keys, width = k.shape
     if gradients[0].shape[1] == heads:
         return gradients

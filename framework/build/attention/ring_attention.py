@@ -1,10 +1,10 @@
-"""`attn_implementation: ring_attention`: causal attention of rows that several ranks share (context.py beside).
+"""`attn_implementation: ring_attention`: causal attention over rows split among ranks (see context.py).
 
-Keys and values travel by one all-gather a layer, as for Llama 3 (arXiv 2407.21783, section 3.3.2), not around a ring:
-the same bytes in fewer and larger messages. They are gathered again in backward, so that what a layer keeps is this
+Keys and values are exchanged by one all-gather per layer, as for Llama 3 (arXiv 2407.21783, section 3.3.2), not around
+a ring: the same bytes in fewer and larger messages. They are gathered again in backward, so a layer keeps only this
 rank's own; their gradients are summed over the ranks in float32. A query chunk attends to its own keys causally and to
-all earlier ones fully, each in one or two calls of an ordinary kernel; the results are put together by the logarithms
-of their sums (`kernels.py`). No mask is made.
+all earlier ones fully, each in one or two calls of an ordinary kernel; the results are combined by their log-sum-exp
+(`kernels.py`). There is no mask.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from framework.schema.choices import SdpaBackend
 NAME = "ring_attention"
 _KEY = "model.attn_implementation"
 _CHANGES_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "block_indices", "indices")
-"""Arguments of transformers' attention functions that change scores, which nothing here would."""
+"""Arguments of transformers' attention functions that change scores, which is not supported."""
 
 _taking_its_place: list[Callable[..., tuple[Tensor, None]]] = []
-"""What attention is just now: over ranks in a step, its backward pass (in torch's own thread) included."""
+"""The current mode of attention: over ranks during a step, including its backward pass (in torch's own thread)."""
 
 
 class Exchange(Protocol):
-    """What is needed of `framework.build.attention.context.Context`."""
+    """The used part of `framework.build.attention.context.Context`."""
 
     calls: int
 
@@ -56,26 +56,26 @@ def _attending(attention: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
 
 
 def in_parts(context: Exchange) -> contextlib.AbstractContextManager[None]:
-    """Within the block `ring_attention` takes its tokens for this rank's part of each row."""
+    """Within the block `ring_attention` treats its tokens as this rank's part of each row."""
     return _attending(partial(_over_ranks, context))
 
 
 def attending_to_themselves() -> contextlib.AbstractContextManager[None]:
-    """Within the block each token attends to itself alone: attention mixes nothing."""
+    """Within the block each token attends only to itself."""
     return _attending(_over_nothing)
 
 
 def know_ring_attention() -> None:
-    """Let models be built with it."""
+    """Register the attention function with transformers."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, ring_attention)
 
 
 def ring_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """One of transformers' attention functions: `[rows, heads, tokens, width] -> [rows, tokens, heads, width]`.
+    """Attention function for transformers: `[rows, heads, tokens, width] -> [rows, tokens, heads, width]`.
 
-    Outside of `in_parts` rows are whole, and it is `sdpa`. Raises RequestError for what it cannot do.
+    Outside of `in_parts` rows are whole, and it is `sdpa`. Raises RequestError for unsupported arguments.
     """
     attention = _taking_its_place[-1] if _taking_its_place else sdpa_attention_forward
     result: tuple[Tensor, None] = attention(module, query, key, value, attention_mask, **kwargs)
@@ -120,20 +120,20 @@ def attend(context: Exchange, query: Tensor, key: Tensor, value: Tensor, scale: 
 
 def _refuse(module: nn.Module, tokens: int, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
     window, kind = kwargs.get("sliding_window"), type(module).__name__
-    said = None
+    message = None
     if window is not None and window < tokens:
-        said = f"{kind} sees {window} tokens back, and rows are {tokens} long: windows over several devices are not"
+        message = f"{kind} sees {window} tokens back, and rows are {tokens} long: windows over several devices are not"
     elif any(kwargs.get(name) is not None for name in _CHANGES_SCORES):
         changed = ", ".join(name for name in _CHANGES_SCORES if kwargs.get(name) is not None)
-        said = f"{kind} changes its scores ({changed}): that over several devices is not"
+        message = f"{kind} changes its scores ({changed}): that over several devices is not"
     elif mask is not None:
-        said = f"{kind} is given a mask: masks over several devices are not"
+        message = f"{kind} is given a mask: masks over several devices are not"
     elif dropout:
-        said = f"{kind} drops out {dropout:g} of its scores: that over several devices is not"
+        message = f"{kind} drops out {dropout:g} of its scores: that over several devices is not"
     elif kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        said = f"{kind} sees tokens that come later: that over several devices is not"
-    if said is not None:
-        raise RequestError([Problem(_KEY, f"{said} available", expected="sdpa, or another model")])
+        message = f"{kind} sees tokens that come later: that over several devices is not"
+    if message is not None:
+        raise RequestError([Problem(_KEY, f"{message} available", expected="sdpa, or another model")])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -186,26 +186,26 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _Parts:
-    """Keys and values of whole rows next to each other, `[tokens, rows, heads, 2 x width]`: tokens first, as they are
-    gathered. `low` are the first chunks of all ranks, in order; `high` their second ones, the last of a row first."""
+    """Keys and values of whole rows, concatenated to `[tokens, rows, heads, 2 x width]`: tokens first, as gathered.
+    `low` has the first chunks of all ranks, in order; `high` their second ones, in reverse order."""
 
     def __init__(self, context: Exchange, low: Tensor, high: Tensor) -> None:
         self._context, self._low, self._high = context, low, high
 
     @classmethod
     def gathered(cls, context: Exchange, own: Tensor) -> "_Parts":
-        """From what each rank has of its own."""
+        """Gather from each rank's own keys and values."""
         low, high = own.chunk(2)
         return cls(context, context.gather(low), context.gather(high))
 
     def zeros(self) -> "_Parts":
-        """Float32 sums for the gradients of the same."""
+        """Zeros in float32 for the gradients of `like`."""
         low, high = (torch.zeros_like(part, dtype=torch.float32) for part in (self._low, self._high))
         return _Parts(self._context, low, high)
 
     def seen_by(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values, `[rows, heads, tokens, width]`, that this rank's first or second chunk of queries sees: its
-        own tokens, then those before, which no order is needed of."""
+        """Keys and values, `[rows, heads, tokens, width]`, for this rank's first or second chunk of queries: its own
+        tokens, then earlier ones in any order."""
         rank, size = self._context.rank, self._context.size
         length = len(self._low) // size
         own = slice(rank * length, (rank + 1) * length)
@@ -220,7 +220,7 @@ class _Parts:
             yield _apart(self._high[own.stop :])
 
     def scattered(self) -> Tensor:
-        """This rank's own tokens of the sums over all ranks, laid out as `own`."""
+        """This rank's tokens of the sums over all ranks, laid out as `own`."""
         return torch.cat([self._context.scatter_sum(part) for part in (self._low, self._high)])
 
 
@@ -239,6 +239,6 @@ def _apart(both: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merged(out: Tensor, logarithm: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from that over each, in float32."""
+    """Combine the attention over two sets of keys, in float32."""
     share = torch.sigmoid(of_more - logarithm).unsqueeze(-1)
     return torch.lerp(out.float(), more.float(), share), torch.logaddexp(logarithm, of_more)

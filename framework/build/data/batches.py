@@ -1,7 +1,7 @@
-"""Batches: which rows an optimizer step sees, in which order, as tensors.
+"""Batches: the rows of each optimizer step, in order, as tensors.
 
-The order is a function of (seed, epoch) alone. The rows of a step are cut into micro batches, so that
-8 rows x 1, 4 x 2, 2 x 4 and 1 x 8 see the same rows in the same order.
+The order is a function of (seed, epoch) alone. A step's rows are divided into micro batches, so that 8 rows x 1, 4 x 2,
+2 x 4 and 1 x 8 see the same rows in the same order.
 """
 
 import os
@@ -26,28 +26,28 @@ from framework.schema.choices import Task
 from framework.schema.config import Batch, TrainingConfig
 
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
-"""`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike where a row is padded. Where
-rows hold several documents, what `mark_documents` says of them. Where rows as a whole have targets, `targets`, float32
-of shape (rows, numbers), NaN where a row does not count. Where a reference was asked before training, `reference`: what
-it said of each sequence, float32 of shape (sequences,)."""
+"""`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike if a row is padded. If rows hold
+several documents, the entries of `mark_documents`. If rows have a target, `targets`, float32 of shape (rows, numbers),
+NaN for a row that does not count. With a precomputed reference, `reference`: log-probabilities of the sequences,
+float32 of shape (sequences,)."""
 
 GROUPED_STEPS = 50
-"""Steps whose rows are sorted together: the lengths in a step are a fiftieth of all lengths."""
+"""Steps whose rows are sorted together, so that a step's lengths span a fiftieth of all."""
 
 _STEPS_STREAM = 1
 """Stream of random numbers for the order of grouped steps, next to the epoch's own."""
 
 Share: TypeAlias = tuple[tuple[int, ...], bool]
-"""Rows of one micro batch on one rank, and whether their labels count. They do not in a stand-in (see `shares`)."""
+"""Rows of one micro batch on one rank, and whether their labels count, which is false for a dummy batch (see
+`shares`)."""
 
 
 def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroBatch:
-    """Rows as one rectangle, padded on the right with labels of -100, whatever side the tokenizer pads on.
+    """Rows as one micro batch, padded on the right with labels of -100, whatever side the tokenizer pads on. Its width
+    is the longest row, rounded up to a multiple of `multiple`.
 
-    It is as wide as the longest row, rounded up to a multiple of `multiple`.
-
-    Of pairs the better answers come first, then the worse ones in the same order.
-    Without padding there is no `attention_mask`: a mask of ones says nothing and costs the faster attention kernels.
+    Of pairs the better answers come first, then the worse ones in the same order. Without padding there is no
+    `attention_mask`, since a mask of ones would disable the faster attention kernels.
     """
     targets = [row["target"] for row in rows if "target" in row]
     rows = [*rows, *(row["rejected"] for row in rows if "rejected" in row)]
@@ -74,10 +74,10 @@ def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroB
 def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
     """The largest micro batch, with these tokens of shape (rows, `TrainingConfig.longest`), all supervised.
 
-    A packed row is a long document and one of a token: a mask as for any, and attention over as many pairs as can be.
-    Without padding the rows are the documents of one. Of pairs both answers are that long; single answers are good. A
-    task of rows has targets, and of several rows one is shorter by a token: an encoder is given a mask, which costs
-    more than a token less.
+    A packed row is one long document and one of a single token, which needs a mask and has the most attention pairs.
+    With `padding_free` the rows are documents of one row. Both answers of a pair have full length; single answers are
+    good. Tasks of rows have targets, and one of several rows is a token shorter: the mask that an encoder then gets
+    costs more than the token.
     """
     training = config.training
     ids = ids.repeat(training.sequences_per_row, 1)
@@ -98,7 +98,7 @@ def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
 
 
 def rows_and_tokens(config: TrainingConfig, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """Rows of a batch, and the tokens of the longest; without padding the rows are the documents of one."""
+    """Rows of a batch, and the tokens of the longest; with `padding_free` the rows are documents of one row."""
     if config.data.padding_free:
         (lengths,) = document_lengths(batch)
         return len(lengths), max(lengths)
@@ -107,7 +107,7 @@ def rows_and_tokens(config: TrainingConfig, batch: Mapping[str, torch.Tensor]) -
 
 
 def _judged(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
-    """The mask of the padding and the targets of rows that are as long as can be: the first class, or 0."""
+    """Padding mask and targets (the first class, or 0) of the largest micro batch of a task of rows."""
     rows, length = ids.shape
     made = {}
     if length > 1 and (rows > 1 or length != config.model.model_max_length):
@@ -127,10 +127,10 @@ def epoch_order(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 def order_by_length(lengths: npt.NDArray[np.int64], size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of the rows in one epoch where the `size` rows of a step are of about the same length.
+    """The order of the rows in one epoch in which the `size` rows of a step have similar lengths.
 
-    A random order is cut into stretches of `GROUPED_STEPS` steps; in each the rows are sorted, longest first, and the
-    steps that they then make are shuffled. The rows that are left for a smaller last step stay last, sorted too.
+    A random order is divided into stretches of `GROUPED_STEPS` steps; each is sorted, longest first, and its steps are
+    shuffled. Rows of a smaller last step stay last, sorted too.
     """
     order = epoch_order(len(lengths), seed, epoch)
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, _STEPS_STREAM])))
@@ -149,15 +149,15 @@ def _longest_first(rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) 
 
 
 def longest_rows(lengths: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
-    """Numbers of the `count` longest rows, or of all; of equal ones those that come first."""
+    """Indices of the `count` longest rows (or fewer); among equal ones the first."""
     return tuple(np.argsort(-lengths, kind="stable")[:count].tolist())
 
 
 def shares(rows: Sequence[int], per_device: int, world: int, rank: int) -> list[Share]:
-    """The micro batches that one rank makes of the rows of a step.
+    """One rank's micro batches of a step's rows.
 
-    Every rank gets the same number of them, since sharded ranks must meet in each. Where rows run out (the last step
-    of an epoch), a rank without any gets one row that the step has anyway, with labels that do not count.
+    Every rank gets the same number, since sharded ranks run collectives in each. If rows run out (the last step of an
+    epoch), a rank without any gets a dummy batch: one of the step's rows, with labels that do not count.
     """
     across = per_device * world
     found: list[Share] = []
@@ -169,7 +169,7 @@ def shares(rows: Sequence[int], per_device: int, world: int, rank: int) -> list[
 
 @dataclass(frozen=True)
 class MicroBatches(Dataset[MicroBatch]):
-    """The rows as tensors, by share; what a worker process holds."""
+    """Dataset of micro batches by share; it runs in the worker processes."""
 
     rows: Sequence[Row]
     pad_token_id: int
@@ -189,9 +189,9 @@ class MicroBatches(Dataset[MicroBatch]):
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """The training rows in steps, for one rank. The last step of an epoch has the rows that are left.
+    """Steps of the training rows for one rank. The last step of an epoch may be smaller.
 
-    A smaller last step needs no correction: the loss is a mean over the tokens of its step.
+    That needs no correction: the loss is a mean over the tokens of its step.
     """
 
     rows: Rows | Packs
@@ -209,13 +209,13 @@ class GlobalBatches:
         return -(-len(self.rows) // self.batch.global_size)
 
     def epochs(self, step: int) -> float:
-        """Epochs gone through before optimizer step `step` (0 is the first)."""
+        """Epochs completed before optimizer step `step` (from 0)."""
         return step / self.steps_per_epoch
 
     def start(self, step: int) -> Iterator[list[MicroBatch]]:
-        """From optimizer step `step` (0 is the first) on without end, the micro batches of each step.
+        """Micro batches of each step from `step` (from 0) on, without end.
 
-        A list has `batch.accumulation` of them, or fewer in the last step of an epoch. Raises ValueError without rows.
+        A step has `batch.accumulation` of them, or fewer at the end of an epoch. Raises ValueError without rows.
         """
         if not self.rows:
             raise ValueError("there are no rows to make batches of")
@@ -225,16 +225,16 @@ class GlobalBatches:
             yield [next(batches) for _ in step_shares]
 
     def rows_of(self, step: int) -> list[int]:
-        """Numbers of the rows that this rank takes in optimizer step `step` (0 is the first); of a pack, all in it."""
+        """Indices of this rank's rows in optimizer step `step` (from 0); of a pack, all its rows."""
         return [row for share in self.shares_of(step) for row in share]
 
     def all_rows_of(self, step: int) -> list[int]:
-        """The same of all ranks."""
+        """Indices of all ranks' rows in step `step`."""
         ranks = (replace(self, rank=rank) for rank in range(self.batch.world))
         return list(dict.fromkeys(row for rank in ranks for row in rank.rows_of(step)))
 
     def shares_of(self, step: int) -> list[list[int]]:
-        """The same for each of its micro batches."""
+        """Indices of this rank's rows in step `step`, by micro batch."""
         shares = [list(share) for share, _ in next(self._steps(step))]
         packs = self.rows if isinstance(self.rows, Packs) else None
         return [[row for pack in share for row in packs.rows_of(pack)] for share in shares] if packs else shares
@@ -263,7 +263,7 @@ def eval_batches(
     multiple: int = 1,
     chosen: Sequence[int] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Every row once, or those that are `chosen`, in order; each rank gets the same number of batches."""
+    """Batches of every row, or of the `chosen` ones, in order; each rank gets the same number of batches."""
     batches = MicroBatches(rows, pad_token_id, padding_free, multiple)
     numbers = range(len(rows)) if chosen is None else chosen
     return (batches[share] for share in shares(numbers, per_device, world, rank))
@@ -271,7 +271,7 @@ def eval_batches(
 
 @dataclass(frozen=True)
 class _Endless:
-    """A sampler for the DataLoader, which asks for an iterable rather than an iterator."""
+    """Sampler for the DataLoader, which needs an iterable rather than an iterator."""
 
     shares: Iterator[Share]
 
@@ -280,10 +280,10 @@ class _Endless:
 
 
 def load(batches: MicroBatches, wanted: Iterator[Share], workers: int) -> Iterator[MicroBatch]:
-    """`wanted` as tensors, in order; made by `workers` processes, or here when that is 0."""
+    """The `wanted` micro batches, in order, made by `workers` processes, or in this one if 0."""
     if not workers:
         return (batches[share] for share in wanted)
-    # Workers do not tokenise. Saying so keeps the tokenizers library from warning, in each, that it was forked.
+    # Workers do not tokenize. This keeps the tokenizers library from warning, in each, that it was forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     loader = DataLoader(
         batches,
@@ -297,18 +297,18 @@ def load(batches: MicroBatches, wanted: Iterator[Share], workers: int) -> Iterat
 
 
 DYING = 2.0
-"""Seconds in which a process that has closed its sockets ends."""
+"""Seconds to wait for the end of a process that has closed its sockets."""
 
 
 class WorkersDied(RuntimeError):
-    """A process that prepares batches was ended by something else. The batch is to be had from new ones."""
+    """A data worker was killed or crashed. New workers can make the batch."""
 
 
 def from_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
-    """What a loader with workers yields. Raises WorkersDied where one of them has died.
+    """Batches of a loader with workers. Raises WorkersDied if one of them has died.
 
-    torch raises that in the handler of a signal, wherever the process is: also in the middle of an update. Here it is
-    raised by the next batch alone, for which torch looks after its workers by itself.
+    torch raises in a signal handler, wherever the process is, even in the middle of an update. Here the error is raised
+    only by the next batch, for which torch checks its workers anyway.
     """
     is_main = threading.current_thread() is threading.main_thread()
     earlier = signal.getsignal(signal.SIGCHLD)
@@ -323,17 +323,17 @@ def from_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
             except StopIteration:
                 return
             except Exception as error:
-                if isinstance(error, OSError | EOFError):  # of the socket through which a batch comes, of a dying one
+                if isinstance(error, OSError | EOFError):  # of the socket to a dying worker
                     ended = wait([worker.sentinel for worker in workers], DYING)
                     for worker in (each for each in workers if each.sentinel in ended):
-                        worker.join(DYING)  # its threads may take longer
+                        worker.join(DYING)  # its threads may end later
                 if dead := [worker for worker in workers if not worker.is_alive()]:
                     raise WorkersDied(f"a process that prepares batches {_end_of(dead[0].exitcode)}") from error
                 raise
             yield batch
     finally:
         if workers:
-            made._shutdown_workers()  # nothing else may ever end them
+            made._shutdown_workers()  # nothing else would end them
 
 
 def _end_of(code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Several sources as one: named sets of held-out rows, and mixtures of which each row is drawn by weight."""
+"""Mixtures of sources sampled by weight, and named sets of held-out rows."""
 
 from collections.abc import Sequence
 
@@ -13,22 +13,21 @@ from framework.schema.data import DatasetParams, Datasets
 
 
 def shares_of(sources: Sequence[DatasetParams]) -> list[float]:
-    """The weights of the sources, made to add up to 1. They all have one."""
+    """The weights of the sources, normalized to a sum of 1."""
     weights = [source.weight or 0.0 for source in sources]
     return [weight / sum(weights) for weight in weights]
 
 
 def nothing_to_draw(key: str, path: str) -> Problem:
-    """A source of a mixture of which no row is kept."""
-    return Problem(key, f"no row of {path} is left, so none can be drawn for the mixture")
+    """Problem for a source of a mixture without rows."""
+    return Problem(key, f"no row of {path} is left to sample for the mixture")
 
 
 def mixture(sources: Sequence[DatasetParams], counts: Sequence[int], rule: Mixing, seed: int) -> npt.NDArray[np.int64]:
-    """Numbers of the rows of one epoch, where the sources have `counts` rows and stand one after the other.
+    """Row indices of one epoch, for concatenated sources with `counts` rows.
 
     The draws and the rule that ends them are those of `datasets.interleave_datasets`. Rows of a source are taken in
-    their order, from the first again when they are used up; batches shuffle them. Raises RequestError for a source
-    without rows.
+    order, starting over when they run out; batches shuffle them. Raises RequestError for a source without rows.
     """
     empty = [index for index, count in enumerate(counts) if not count]
     if empty:
@@ -43,12 +42,12 @@ def mixture(sources: Sequence[DatasetParams], counts: Sequence[int], rule: Mixin
 
 
 EvalSets = dict[str, range]
-"""Name -> numbers of its rows, or packs."""
+"""Name -> indices of its rows or packs."""
 
 
 def find_sets(sources: Datasets, kept: Sequence[int]) -> EvalSets:
-    """The sets of rows, of which `kept` are of each source; empty where sources have no names, and for rows held out
-    of training. Sources of a set stand next to each other. Raises RequestError for a set of which no row is kept."""
+    """The named sets, given the rows `kept` of each source; empty if the sources have no names, and for rows held out
+    of training. Sources of a set are adjacent. Raises RequestError for a set without rows."""
     if not sources or sources[0].eval_set is None:
         return {}
     sets, problems, end = EvalSets(), list[Problem](), 0
@@ -65,7 +64,7 @@ def find_sets(sources: Datasets, kept: Sequence[int]) -> EvalSets:
 
 
 def pack_sets(rows: Rows, sets: EvalSets, limit: int, seed: int) -> tuple[Packs, EvalSets]:
-    """Packs that hold rows of one set each, and the packs of each set."""
+    """Packs with rows of one set each, and the indices of each set's packs."""
     packed = {name: pack(rows, limit, seed, among=np.array(numbers)) for name, numbers in sets.items()}
     found, start = EvalSets(), 0
     for name, packs in packed.items():

@@ -1,11 +1,10 @@
-"""Rows put together into packs of at most `model.model_max_length` tokens, by best-fit decreasing.
+"""Packing of rows into packs of at most `model.model_max_length` tokens, by best-fit decreasing.
 
-Each document of a row is trained on as if it stood alone. Positions restart at 0 in each document. How attention is
-kept inside it depends on the kernel: `eager` and `sdpa` are given a mask, flex_attention its table of blocks,
-flash-attn the places where documents begin. All of it is made here, from transformers' own functions, and not left to
-the model: some (GPT-OSS, OPT, BERT in transformers 5.24) do not hand `position_ids` on to the making of their mask, and
-would let documents see each other without a word. What a model does with it is read back in
-framework/build/loading/document_isolation.py.
+Each document of a pack is trained on as if it were alone. Positions restart at 0 in each document. Attention within
+documents depends on the kernel: `eager` and `sdpa` get a mask, flex_attention its block mask, flash-attn the starts of
+the documents. All of these are made here with transformers' own functions and not left to the model: some (GPT-OSS,
+OPT, BERT in transformers 5.24) do not use `position_ids` when they make their mask, and would silently let documents
+see each other. The result is verified in framework/build/loading/document_isolation.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ _ORDER_STREAM = 3
 
 @dataclass(frozen=True, eq=False)
 class Packs(Sequence[Row]):
-    """The rows in packs. Pack i holds the rows numbered `members[offsets[i]:offsets[i + 1]]`."""
+    """Rows in packs. Pack i holds the rows with indices `members[offsets[i]:offsets[i + 1]]`."""
 
     rows: Rows
     members: npt.NDArray[np.int64]
@@ -48,7 +47,7 @@ class Packs(Sequence[Row]):
         return end_to_end([self.rows[member] for member in self.rows_of(index)])
 
     def rows_of(self, index: int) -> list[int]:
-        """Numbers of the rows in one pack."""
+        """Indices of the rows in one pack."""
         index = range(len(self))[index]
         members: list[int] = self.members[self.offsets[index] : self.offsets[index + 1]].tolist()
         return members
@@ -60,11 +59,10 @@ class Packs(Sequence[Row]):
 
 
 def pack(rows: Rows, limit: int, seed: int, among: npt.NDArray[np.int64] | None = None) -> Packs:
-    """Packs of at most `limit` tokens, which no row is longer than; of the rows `among` all. A function of rows, limit
-    and seed alone.
+    """Packs of at most `limit` tokens, of all rows or those `among` them; no row may be longer. A function of rows,
+    limit and seed alone.
 
-    The seed decides which of several rows of the same length goes first, so that neighbours in a file do not stay
-    neighbours.
+    The seed orders rows of the same length, so that neighbors in a file do not stay neighbors.
     """
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_ORDER_STREAM,))))
     shuffled = generator.permutation(np.arange(len(rows)) if among is None else among)
@@ -78,9 +76,9 @@ def pack(rows: Rows, limit: int, seed: int, among: npt.NDArray[np.int64] | None 
 
 
 def best_fit(lengths: npt.NDArray[np.int64], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Each row, in `order`, into the pack that it leaves least room in; a new pack where none has room.
+    """Best-fit packing: each row, in `order`, goes into the fullest pack that it fits in, else into a new one.
 
-    With rows from long to short at most 11/9 of the fewest packs possible (Johnson 1973). `open_with[room]` are packs
+    With rows from long to short at most 11/9 of the optimal number of packs (Johnson 1973). `open_with[room]` are packs
     with that much room; the bits of `rooms` say which of these lists are not empty, so that the best fit is found
     without a search.
     """
@@ -105,28 +103,28 @@ def best_fit(lengths: npt.NDArray[np.int64], order: Sequence[int], limit: int) -
 
 
 MARKS = ("position_ids", "cu_seq_lens", "longest_document")
-"""Entries of a batch that say where its documents are; `keep_documents_separate` turns them into arguments."""
+"""Entries of a batch that mark its documents; `keep_documents_separate` turns them into arguments."""
 
 HIDDEN = -65504.0
-"""Added to scores that must not count: their weight is exactly 0 in every dtype. Not -inf, of which a whole tile makes
-some versions of cuDNN lose a mask or return NaN; torch gives cuDNN this number too (attention.cpp)."""
+"""Added to masked scores: their weight is exactly 0 in every dtype. Not -inf, since with a whole tile of it some
+versions of cuDNN lose the mask or return NaN; torch passes cuDNN this number too (attention.cpp)."""
 ALIGNMENT = 8
-"""Numbers that a line of an additive mask is rounded up to (`preprocess_mask` in attention.cpp)."""
+"""Multiple to which the last dimension of an additive mask is padded (`preprocess_mask` in attention.cpp)."""
 
 
 def end_to_end(rows: Sequence[Row]) -> Row:
-    """The rows as the documents of one. The first token of each is not predicted from the document before it."""
+    """The rows as documents of one row. The first token of each is not predicted from the previous document."""
     labels = [label for row in rows for label in (IGNORED, *row["labels"][1:])]
     ids = [token for row in rows for token in row["input_ids"]]
     return {"input_ids": ids, "labels": labels, "documents": [len(row["input_ids"]) for row in rows]}
 
 
 def mark_documents(documents: Sequence[Sequence[int]], width: int) -> dict[str, Tensor]:
-    """What a batch says of the documents in its rows; `documents` are their lengths, row by row.
+    """Entries of a batch that mark the documents in its rows; `documents` are their lengths, row by row.
 
     `position_ids`, int64 of shape (rows, width): 0, 1, .. in each document. `cu_seq_lens`, int32 of shape (documents +
-    1,): where each begins, over all rows end to end. `longest_document`, a scalar that stays on the host. The padding
-    behind the documents of a row counts as one more.
+    1,): the starts of the documents over all rows concatenated. `longest_document`, a scalar that stays on the host.
+    The padding of a row counts as a document.
     """
     filled = [[*row, width - sum(row)] if sum(row) < width else list(row) for row in documents]
     flat = [length for row in filled for length in row]
@@ -139,13 +137,12 @@ def mark_documents(documents: Sequence[Sequence[int]], width: int) -> dict[str, 
 
 
 def on_device(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch on a device; scalars stay on the host, where they are read."""
+    """The batch on a device; scalars stay on the host."""
     return {name: tensor.to(device, non_blocking=True) if tensor.dim() else tensor for name, tensor in batch.items()}
 
 
 def pinned(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch in host memory from which copies to a card are queued: the host does not wait until the card has done
-    what it was given before. For a card that is there; a rehearsal only claims one."""
+    """The batch in pinned memory, from which copies to a GPU are asynchronous. Only for a real GPU."""
     if device.type != "cuda":
         return dict(batch)
     waits = {name for name, tensor in batch.items() if tensor.dim() and tensor.device.type == "cpu"}
@@ -153,7 +150,7 @@ def pinned(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def document_lengths(batch: Mapping[str, Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each document of each row, padding left out. Reads values: for batches on the host."""
+    """Tokens of each document of each row, without padding. Reads values: for batches on the host."""
     found = []
     for index, row in enumerate(batch["input_ids"]):
         filled = int(batch["attention_mask"][index].sum()) if "attention_mask" in batch else len(row)
@@ -164,10 +161,10 @@ def document_lengths(batch: Mapping[str, Tensor]) -> tuple[tuple[int, ...], ...]
 
 
 def keep_documents_separate(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arguments that keep the documents of a batch apart in this model; none where no row has several.
+    """Arguments that isolate the documents of a batch in this model; none if no row has several.
 
-    The mask of `eager` and `sdpa` is [rows, 1, tokens, tokens], one for each kind of layer; sdpa's is made additive
-    here, once, where it would else be made anew, and kept, in every layer.
+    The mask of `eager` and `sdpa` is [rows, 1, tokens, tokens], one for each kind of layer. sdpa's is made additive
+    here once; otherwise every layer would convert it and keep its own copy.
     """
     if "position_ids" not in batch:
         return {}
@@ -187,9 +184,9 @@ def keep_documents_separate(model: PreTrainedModel, batch: Mapping[str, Tensor])
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """0 where a boolean mask lets through and HIDDEN elsewhere, in the dtype that attention is computed in.
+    """Additive form of a boolean mask, 0 or HIDDEN, in the dtype of attention.
 
-    Each line of it begins at a multiple of ALIGNMENT, where the kernels want it: else every layer would copy it.
+    Its rows are aligned to ALIGNMENT, as the kernels need it; otherwise every layer would copy it.
     """
     if mask is None or mask.dtype != torch.bool:
         return mask

@@ -1,4 +1,4 @@
-"""Rows and sample prompts to ask a trained model about: read as in training, answers optional."""
+"""Rows for predictions and sample prompts: read as in training, with optional answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,13 +36,13 @@ ASKING: dict[RowFormat, str] = {
     RowFormat.PROMPT_COMPLETION: "prompt",
     RowFormat.TEXT: "text",
 }
-"""The forms that ask for a continuation, in the order they are looked for, and the column that asks."""
+"""Row formats with a prompt, in order of detection, and the column of the prompt."""
 
 
 def read_texts(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """Texts, or pairs of them, for a model that answers for whole rows; a label next to one is not read.
+    """Texts, or pairs of them, for a classifier or regression model; labels are ignored.
 
-    Cut as in training. Raises RequestError with every broken row.
+    Truncated as in training. Raises RequestError with every broken row.
     """
     source = _source(path, config)
     form = _asking(RowFormat.LABELLED, "text")
@@ -59,9 +59,9 @@ def read_texts(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizer
 def read_prompts(
     path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, most: int | None
 ) -> list[Encoded]:
-    """What a causal model is asked to go on from, of at most `most` tokens: chats up to the answer, prompts, texts.
+    """Prompts for a causal model, of at most `most` tokens: chats up to the answer, prompts, texts.
 
-    Raises RequestError with every broken row, and with those that are too long.
+    Raises RequestError with every row that is broken or too long.
     """
     source = _source(path, config)
 
@@ -73,12 +73,12 @@ def read_prompts(
             if FORMS[name].name_in(column, columns, source.columns) in columns:
                 return _asking(name, column)
         wanted = ", ".join(ASKING.values())
-        message = f"no column asks for anything; the columns are: {', '.join(columns) or 'none'}"
+        message = f"no column is a prompt; the columns are: {', '.join(columns) or 'none'}"
         close = next(((name, found) for name in columns if (found := nearest(name, [*ASKING.values()]))), None)
-        meant = f"`{close[1]}` in place of `{close[0]}`" if close else None
+        instead = f"`{close[1]}` in place of `{close[0]}`" if close else None
         asks = next((name for name in columns if name.lower() in QUESTIONS), None)
-        meant = f"`prompt` in place of `{asks}`" if asks else meant
-        raise RequestError([Problem(KEY, message, expected=f"one of: {wanted}", nearest=meant)])
+        instead = f"`prompt` in place of `{asks}`" if asks else instead
+        raise RequestError([Problem(KEY, message, expected=f"one of: {wanted}", nearest=instead)])
 
     def encode(rows: Sequence[StoredRow]) -> list[Encoded | str]:
         return [encode_prompt(row, tokenizer, most) for row in rows]
@@ -87,18 +87,18 @@ def read_prompts(
 
 
 def read_answered(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """Rows with their answers, the tokens that training would learn marked. Raises RequestError as training does.
+    """Rows with their answers, labelled as in training. Raises RequestError as training does.
 
-    Where the run learnt from pairs or judged answers, plain answers are read as well.
+    For a run trained on pairs or judged answers, plain answers are read as well.
     """
     asked, task = _source(path, config), config.training.task
     if task in (Task.PREFERENCE, Task.REWARD):
         asked, task = _single_answers(asked) or (asked, task)
     source = read_source(asked, KEY, task)
-    learnt = config.data.supervise
-    if learnt is None and config.training.task is Task.PRETRAIN:
-        learnt = Supervise.ALL
-    encoding, found, problems = Encoding(tokenizer, learnt), list[Encoded](), list[Problem]()
+    supervise = config.data.supervise
+    if supervise is None and config.training.task is Task.PRETRAIN:
+        supervise = Supervise.ALL
+    encoding, found, problems = Encoding(tokenizer, supervise), list[Encoded](), list[Problem]()
     for batch in source.dataset.iter(batch_size=ENCODE_BATCH):
         places = map(Place, batch["path"], batch["row"])
         for place, row in zip(places, encode_batch(batch, encoding), strict=True):
@@ -118,7 +118,7 @@ def read_answered(path: str, config: TrainingConfig, tokenizer: PreTrainedTokeni
 
 
 def _source(path: str, config: TrainingConfig) -> DatasetParams:
-    """The file, read as the first source of the run was: its columns, its form where that was set."""
+    """The file as a source with the columns and format of the run's first source."""
     first = config.data.train[0] if config.data.train else None
     if first is None:
         return DatasetParams(path=path)
@@ -126,8 +126,8 @@ def _source(path: str, config: TrainingConfig) -> DatasetParams:
 
 
 def _single_answers(source: DatasetParams) -> tuple[DatasetParams, Task] | None:
-    """The file as one of answers that stand alone, and the task that reads such; None where it has no such answers."""
-    # The columns of the first row; none where there is no row that can be read, which is told when all are.
+    """The file as a source of single answers, and a task that reads them; None if it has pairs or no answers."""
+    # The columns of the first row; none if it cannot be read, which is reported when all rows are.
     files = find_files(source.path, Split("train"), KEY) if is_local(source.path) else []
     first = next((record for file in files for _, record in read_records(file)), None)
     columns, pair = (list(first) if isinstance(first, dict) else []), FORMS[RowFormat.PREFERENCE]
@@ -144,7 +144,7 @@ def _single_answers(source: DatasetParams) -> tuple[DatasetParams, Task] | None:
 def _stored(
     path: str, choose: Callable[[Mapping[str, Any]], Form], source: DatasetParams
 ) -> Iterator[tuple[Place, StoredRow | Fault]]:
-    """Each row of the files as the form keeps it that their first row shows."""
+    """Stored rows of the files, in the format detected from the first row."""
     form: Form | None = None
     for file in find_files(path, Split("train"), KEY):
         for number, record in read_records(file):
@@ -158,7 +158,7 @@ def _stored(
                 yield place, Fault(f"the row has no column `{asks}`; it has {', '.join(record) or 'none'}")
                 continue
             if record[asks] is None:
-                yield place, Fault(f"column `{asks}` is empty: there is no text to go on from")
+                yield place, Fault(f"column `{asks}` is empty: there is no prompt")
                 continue
             values = form.read(form.take(record, source.columns))
             yield place, Fault(values) if isinstance(values, str) else values
@@ -169,7 +169,7 @@ def _encoded(
     rows: Iterator[tuple[Place, StoredRow | Fault]],
     encode: Callable[[Sequence[StoredRow]], list[Encoded | str]],
 ) -> list[Encoded]:
-    """The rows as tokens, in order. Raises RequestError for broken ones, and when there are none."""
+    """The rows as tokens, in order. Raises RequestError for broken ones, and if there are none."""
     places, kept, problems = list[Place](), list[StoredRow](), list[Problem]()
     for place, row in rows:
         if isinstance(row, Fault):
@@ -191,7 +191,7 @@ def _encoded(
 
 
 def _asking(name: RowFormat, column: str) -> Form:
-    """The form as it is for rows that need no more than the column which asks."""
+    """The format with the prompt's column as the only required one."""
     form = FORMS[name]
     return replace(form, needs=(column,), also=tuple(other for other in form.columns if other != column))
 
@@ -205,7 +205,7 @@ def _need(form: Form, columns: Sequence[str], source: DatasetParams) -> Form:
 
 
 def _fitted(row: Encoded, config: TrainingConfig) -> Encoded | str:
-    """The row within the limit, cut as in training; or why it is not."""
+    """The row, truncated as in training, or a message if it is too long."""
     limit, policy = config.model.model_max_length, config.data.truncation
     assert isinstance(limit, int), "the config is resolved"
     if row_length(row) <= limit:
@@ -216,7 +216,7 @@ def _fitted(row: Encoded, config: TrainingConfig) -> Encoded | str:
 
 
 def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises RequestError, once for all rows, where they are chats and nothing says how a chat is written."""
+    """Raise RequestError if the tokenizer has no chat template, for rows that are chats."""
     if not has_template(tokenizer):
         message = "the rows are chats and the tokenizer has no chat template"
         expected = "rows with `prompt` or `text`, or a chat_template.jinja in the model's folder"
@@ -224,10 +224,10 @@ def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def encode_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None) -> Encoded | str:
-    """What a stored row asks a model to go on from, of at most `most` tokens; or why there is no such thing."""
+    """The prompt of a stored row, of at most `most` tokens; or a message if there is none."""
     asked: Any = row_question(row, tokenizer)
     if asked is None:
-        return "there is nothing to go on from"
+        return "there is no prompt"
     if isinstance(asked, Chat):
         _require_template(tokenizer)
         try:
@@ -240,9 +240,9 @@ def encode_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int 
     else:
         ids = list(asked)
     if not ids:
-        return "there is nothing to go on from"
+        return "there is no prompt"
     if most is not None and len(ids) > most:
-        return f"the prompt has {counted(len(ids), 'token')}, and with the new ones the model has room for {most}"
+        return f"the prompt has {counted(len(ids), 'token')}, and with the new tokens the model can take {most}"
     tokens = np.array(ids, np.int32)
     return Encoded(tokens, np.full(len(tokens), IGNORED, np.int32))
 
@@ -253,8 +253,8 @@ _PAIRED = (RowFormat.PREFERENCE, RowFormat.UNPAIRED)
 def encode_sample_prompts(
     config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, form: RowFormat
 ) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each prompt: a user's turn where rows are chats, else an instruction, a prompt or a text, as the
-    rows have it. Raises RequestError for those that leave no room for a completion within `model.model_max_length`."""
+    """Tokens of each sample prompt, in the format of the training rows: a user's turn for chats, else an instruction, a
+    prompt or a text. Raises RequestError for prompts that with a completion exceed `model.model_max_length`."""
     training, limit = config.training, config.model.model_max_length
     assert isinstance(limit, int), "the config is resolved"
     most, found, problems = limit - training.sample_new_tokens, list[tuple[int, ...]](), list[Problem]()
@@ -277,7 +277,7 @@ def encode_sample_prompts(
 
 
 def _row(text: str, form: RowFormat, tokenizer: PreTrainedTokenizerBase) -> StoredRow | str:
-    """The prompt as a row of the form is stored, or why it is none."""
+    """The prompt as a stored row of the format, or a message if it cannot be one."""
     if form in _PAIRED:
         form = RowFormat.MESSAGES if has_template(tokenizer) else RowFormat.PROMPT_COMPLETION
     asked: Any = text

@@ -1,4 +1,4 @@
-"""The rows of a run: read, rendered, tokenised, fitted to the length limit, checked and counted."""
+"""Preparation of a run's rows: reading, rendering, tokenizing, truncating, checking and counting."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,39 +40,39 @@ from framework.schema.data import DatasetParams, Datasets
 from framework.schema.plural import counted
 
 HELD_OUT, TOKENIZER_TEXTS = 1, 2
-"""Streams of random numbers drawn from the run's seed, next to the epochs' (see `epoch_order`) and that of packing."""
+"""Spawn keys of random streams from the run's seed, in addition to those of `epoch_order` and packing."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """The rows that a run trains and evaluates on, and the account of how they came to be."""
+    """Training and evaluation rows of a run, with their report."""
 
     train: Rows | Packs
     eval: Rows | Packs | None
     report: DataReport
     form: RowFormat
-    """Form of the first training source."""
+    """Row format of the first training source."""
     targets: Targets | None = None
-    """What the rows' labels mean, where they have them."""
+    """Conversion of labels to targets, for rows with labels."""
     stream: Stream | None = None
-    """All training rows, where they are streamed; `train` are then those of its first block."""
+    """The stream of training rows; `train` then has the rows of its first block."""
     eval_sets: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Numbers of the `eval` rows of each named set; empty where they have no names."""
+    """Indices of the `eval` rows of each named set; empty without named sets."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Rows as read. The sources stay apart for the report."""
+    """Rows as read, with their sources for the report."""
 
     train: RowTable
     eval: RowTable | None
     sources: tuple[Source, ...]
     counts: tuple[int, ...]
-    """Training rows of each training source, which stand one after the other."""
+    """Rows of each training source in `train`, in order."""
 
     @property
     def unread(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """What the forms do not read of the training rows, and of the evaluation rows, by path."""
+        """Unused columns and fields of the training rows and of the evaluation rows, by path."""
         train, held_out = self.sources[: len(self.counts)], self.sources[len(self.counts) :]
         found = merged_names(source.unread for source in train)
         return found, merged_names(source.unread for source in held_out) if held_out else found
@@ -85,11 +85,11 @@ def prepare_data(
     given: RowsFromPython = NO_ROWS,
     console: Console | None = None,
 ) -> Data:
-    """Every row of the run, ready for batches. The same config gives the same rows on every rank.
+    """Prepare all rows of a run. The same config gives the same rows on every rank.
 
-    The config is a resolved one: its `model.model_max_length` is a number. `vocab_size` is the number of rows of the
-    model's embedding, where it is known; on `console` there is a bar if it is a terminal. Raises RequestError, before
-    any weight is loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
+    The config must be resolved: `model.model_max_length` is a number. `vocab_size` is the number of rows of the model's
+    embedding, if known; `console` gets a progress bar if it is a terminal. Raises RequestError, before any weight is
+    loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
     """
     if config.data.streaming:
         return _prepare_stream(config, tokenizer, vocab_size, given)
@@ -112,7 +112,7 @@ def _fit(
     given: RowsFromPython,
     console: Console | None,
 ) -> Fitted:
-    """Read, check, tokenise and fit all rows."""
+    """Read, check, tokenize and truncate all rows."""
     splits = read_splits(config, given)
     encoding, warnings = _encoding(splits, config, tokenizer)
     policy = _policy(config, vocab_size)
@@ -130,10 +130,10 @@ def _fit(
 def _fit_held_out(
     splits: Splits, encoding: Encoding, policy: RowPolicy, config: TrainingConfig
 ) -> tuple[Rows | None, SplitReport | None, tuple[int, ...]]:
-    """The held-out rows, if there are any, and how many are kept of each source."""
+    """The evaluation rows, if there are any, with the number kept of each source."""
     if splits.eval is None:
         return None, None, ()
-    counts = [len(source.dataset) for source in splits.sources[len(splits.counts) :]]  # none of rows held out
+    counts = [len(source.dataset) for source in splits.sources[len(splits.counts) :]]  # empty if held out
     rows, report, kept = _prepare_split(splits.eval, "eval", encoding, policy, config, counts)
     return rows, replace(report, unread=splits.unread[1]), kept
 
@@ -141,7 +141,7 @@ def _fit_held_out(
 def _prepare_stream(
     config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, given: RowsFromPython
 ) -> Data:
-    """What is known of a stream before it begins, and its evaluation rows."""
+    """The first block of a stream, and its evaluation rows."""
     opened = open_streams(config, given)
     splits = read_splits(config, given, opened)
     encoding, warnings = _encoding(splits, config, tokenizer)
@@ -153,7 +153,7 @@ def _prepare_stream(
     _require_little_lost(block.report, config.training.task)
     shares = shares_of(config.data.train) if stream.mixing is not Mixing.CONCATENATE else []
     drawn = tuple(f"{share:.1%} {source.path}" for share, source in zip(shares, config.data.train, strict=False))
-    head = f"its first {counted(block.report.read, 'row')}" + (f"; drawn from {', '.join(drawn)}" if drawn else "")
+    head = f"its first {counted(block.report.read, 'row')}" + (f"; sampled from {', '.join(drawn)}" if drawn else "")
     train, train_report = block.rows, replace(block.report, stream=head)
     fitted, eval_report, kept = _fit_held_out(splits, encoding, policy, config)
     held_out, eval_report, sets = _arrange_held_out(fitted, eval_report, config, kept)
@@ -166,12 +166,12 @@ def _prepare_stream(
 def _encoding(
     splits: Splits, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Encoding, tuple[str, ...]]:
-    """How the rows become tokens, and warnings. Raises RequestError where they do not suit what is asked for."""
+    """The encoding of the rows, and warnings. Raises RequestError for rows that do not fit the request."""
     require_learnable(config.data.supervise, splits.sources)
     require_answers(config.training, splits.sources)
     warnings = check_prompts(splits.sources, tokenizer)
     if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
-        warnings += ("the tokenizer has no end token, so the model does not learn where a text ends",)
+        warnings += ("the tokenizer has no end token, so the model does not learn to end a text",)
     if config.training.task is Task.REGRESSION:
         warnings += tuple(f"column `label`: {what}" for what in coarse_values(splits.train["label"]))
     margins = config.training.task is Task.REWARD
@@ -182,7 +182,7 @@ def _encoding(
 def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
     limit = config.model.model_max_length
     if not isinstance(limit, int):
-        raise TypeError("rows are made for a resolved config, whose length is known")
+        raise TypeError("rows are prepared for a resolved config, with a known length")
     if limit < 2:
         message = "a row of one token has nothing to predict"
         raise RequestError([Problem("model.model_max_length", message, expected="at least 2")])
@@ -201,11 +201,11 @@ def _cautions(*reports: SplitReport | None) -> list[str]:
 def _padding_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     if tokenizer.padding_side != "left":
         return ()
-    return ("the tokenizer pads on the left; training pads on the right whatever it says",)
+    return ("the tokenizer pads on the left; training always pads on the right",)
 
 
 def open_streams(config: TrainingConfig, given: RowsFromPython) -> list[OpenSource]:
-    """The training sources, to be read as they are needed. Raises RequestError with the problems of all."""
+    """The training sources for streaming. Raises RequestError with the problems of all."""
 
     def opened(index: int, source: DatasetParams) -> OpenSource:
         return open_source(source, f"data.train[{index}]", config.training.task, given.train, streamed=True)
@@ -216,16 +216,15 @@ def open_streams(config: TrainingConfig, given: RowsFromPython) -> list[OpenSour
 def read_splits(
     config: TrainingConfig, given: RowsFromPython = NO_ROWS, streams: Sequence[OpenSource] | None = None
 ) -> Splits:
-    """The training and evaluation rows as read, `given` those of sources that come from Python.
+    """Training and evaluation rows as read; `given` are rows from Python.
 
-    Of `streams` only the first rows are read, which show what rows they have.
-    Raises RequestError with the problems of both.
+    Only the first rows of `streams` are read, as a sample. Raises RequestError with the problems of both.
     """
     data = config.data
     if not data.train:
         raise RequestError([Problem("data.train", "there is no data to train on", expected="a list of {path: ..}")])
     if config.training.eval_steps is not None and not data.eval and not data.eval_fraction:
-        message = "evaluation is asked for and there is nothing to evaluate on"
+        message = "evaluation is requested and there are no rows to evaluate on"
         raise RequestError([Problem("training.eval_steps", message, expected="data.eval or data.eval_fraction")])
     if streams is None:
         train, train_problems = _try_read(data.train, "data.train", config.training.task, given.train)
@@ -246,9 +245,9 @@ def read_splits(
 
 
 def hold_out(count: int, fraction: float, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(rest, held out): numbers of a random `fraction` of the rows, at least one, and of the others, both in order.
+    """(rest, held out): sorted indices of the rows to train on, and of a random `fraction`, at least one row.
 
-    The seed decides. Raises RequestError when nothing would be left to train on.
+    The seed decides. Raises RequestError if no row would be left to train on.
     """
     size = max(1, round(fraction * count))
     if size >= count:
@@ -259,9 +258,9 @@ def hold_out(count: int, fraction: float, seed: int) -> tuple[npt.NDArray[np.int
 
 
 def training_texts(config: TrainingConfig, given: RowsFromPython = NO_ROWS) -> Iterator[str]:
-    """The text of the training rows, held-out rows excluded, in a random order that the seed decides.
+    """Texts of the training rows without held-out rows, in a random order given by the seed, to train a tokenizer.
 
-    For building a tokenizer, which reads only the first part of it. Raises RequestError as `read_splits` does.
+    Raises RequestError as `read_splits` does.
     """
     if config.data.streaming:
         for source in open_streams(config, given):
@@ -283,7 +282,7 @@ def _prepare_split(
     counts: Sequence[int] = (),
     console: Console | None = None,
 ) -> tuple[Rows, SplitReport, tuple[int, ...]]:
-    """The rows of a split, fitted, and how many are of each source, where `counts` were read of each."""
+    """The truncated rows of a split, and the number kept of each source, of which `counts` were read."""
     row_counts, kept = RowCounts(policy, f"data.{name}"), list[int]()
     ends = np.cumsum(counts or [len(rows)]).tolist()
     with row_progress(name, len(rows), console) as done:
@@ -319,7 +318,7 @@ def _require_little_lost(report: SplitReport, task: Task) -> None:
 def _arrange(
     rows: Rows, report: SplitReport, config: TrainingConfig, kept: Sequence[int] = ()
 ) -> tuple[Rows | Packs, SplitReport]:
-    """The rows of an epoch: mixed and packed, where that is asked for. `kept` of them are of each source."""
+    """The rows of an epoch, mixed and packed if requested. `kept` is the number of rows of each source."""
     data, seed, arranged = config.data, config.training.seed, cast(Rows | Packs, rows)
     is_mixed = data.mixing is not Mixing.CONCATENATE and report.name == "train"
     if is_mixed:
@@ -340,7 +339,7 @@ def _arrange(
 def _arrange_held_out(
     rows: Rows | None, report: SplitReport | None, config: TrainingConfig, kept: Sequence[int]
 ) -> tuple[Rows | Packs | None, SplitReport | None, EvalSets]:
-    """The held-out rows as they are evaluated on, and their named sets, none of which shares a pack with another."""
+    """Evaluation rows, packed if requested, and their named sets, which share no pack."""
     if rows is None or report is None:
         return None, None, {}
     sets = find_sets(config.data.eval, kept)
@@ -351,8 +350,8 @@ def _arrange_held_out(
 
 
 def find_targets(splits: Splits, config: TrainingConfig) -> Targets | None:
-    """What the labels of the rows mean; None for tasks without. Classes are those of the training rows and of the rows
-    held out from them, or `data.labels`."""
+    """Conversion of labels to targets; None for tasks without labels. Classes are `data.labels`, else those of the
+    training rows including held-out ones."""
     if config.training.task not in (Task.CLASSIFICATION, Task.REGRESSION):
         return None
     labels = list(splits.train["label"])
@@ -386,11 +385,11 @@ def _nothing_left(report: SplitReport, first: str | None, config: TrainingConfig
     return Problem(
         f"data.{report.name}",
         f"{message}. The first: {first}",
-        expected="rows with a value in each column that they need, and an answer to learn that begins within "
+        expected="rows with a value in each required column, and a supervised answer that begins within "
         "model.model_max_length",
     )
 
 
 def _generator(seed: int, stream: int) -> np.random.Generator:
-    # The spawn key keeps these streams apart from the epochs', which are seeded without one.
+    # The spawn key separates these streams from the epochs', which are seeded without one.
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(stream,))))

@@ -1,4 +1,4 @@
-"""What became of the rows: read, dropped, cut, kept. Always printed, so that no limit works unseen."""
+"""Report of the rows read, dropped, cut and kept. Always printed, so that no limit applies silently."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from framework.build.text.messages import Remark
 from framework.schema.plural import counted
 
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
-"""Shares of the rows whose length is reported."""
+"""Quantiles of row lengths that are reported."""
 
 WARNING_SHARE = 0.05
 """Supervised tokens lost above which a warning is given."""
@@ -22,15 +22,15 @@ ERROR_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a mixture takes of one source."""
+    """Sampling of one source of a mixture."""
 
     path: str
     weight: float
     """Share of the draws, between 0 and 1."""
     kept: int
-    """Rows to draw from."""
+    """Rows of the source."""
     drawn: int
-    """Rows that an epoch draws."""
+    """Rows sampled per epoch."""
     epochs: float
     """Epochs of the run."""
 
@@ -44,56 +44,56 @@ class Drawn:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """Counts of one split. Tokens and lengths are before anything is cut; a text read whole is one row."""
+    """Counts of one split. Tokens and lengths are before truncation; a long document is one row."""
 
     name: str
     """`train` or `eval`."""
     limit: int
-    """Longest row in tokens that is kept whole."""
+    """Maximum tokens of a row."""
     read: int
     """Rows read."""
     dropped: dict[str, int]
     """Reason -> rows."""
     cut: int
-    """Rows of which only a part was kept."""
+    """Rows that were truncated."""
     split: int
     """Long documents that became several rows."""
     kept: int
     """Rows to train on."""
     lengths: dict[str, int]
-    """Share of the rows (`0.5` is the median) -> tokens that they have at most."""
+    """Quantile (`0.5` is the median) -> tokens."""
     tokens: int
     """Tokens of all rows read."""
     tokens_lost: int
-    """Tokens of rows that were cut or dropped that are not trained on."""
+    """Tokens lost by cutting and dropping."""
     supervised: int
     """Supervised tokens of all rows read."""
     supervised_lost: int
-    """Of these, tokens that were cut or dropped."""
+    """Of these, tokens lost by cutting and dropping."""
     packs: int | None = None
-    """Rows that the kept ones were packed into; None without packing."""
+    """Number of packs; None without packing."""
     packed_tokens: int = 0
     """Tokens in them."""
     mixture: tuple[Drawn, ...] = ()
-    """What is drawn of each source, where they are mixed by weight."""
+    """Sampling of each source, if they are mixed by weight."""
     mixing: str | None = None
-    """The rule by which they are."""
+    """The rule of the mixture."""
     stream: str | None = None
-    """Which part of a stream was counted; None where all rows were."""
+    """Which part of a stream was counted; None if all rows were."""
 
     remarks: dict[str, int] = field(default_factory=dict)
-    """What may be a mistake (`Remark`) -> rows that have it, dropped ones among them."""
+    """Possible mistake (`Remark`) -> number of rows, dropped ones included."""
     unread: dict[str, list[str]] = field(default_factory=dict)
-    """Path of a source -> columns and fields of turns that its form does not read."""
+    """Path of a source -> columns and fields of turns that its format does not use."""
 
     first_cut: str | None = None
-    """The first row of which a part was kept: where it stands, and its tokens."""
+    """Location and tokens of the first row that was cut."""
     first_dropped: str | None = None
-    """The first row that was dropped, and why."""
+    """Location of the first row that was dropped, and the reason."""
 
     @property
     def packing_efficiency(self) -> float:
-        """Share of the positions of full packs that hold a token."""
+        """Share of the packs' positions that hold a token."""
         return self.packed_tokens / max((self.packs or 0) * self.limit, 1)
 
     @property
@@ -144,15 +144,15 @@ class SplitReport:
 
 @dataclass
 class Account:
-    """What became of the rows of a stream so far, block by block."""
+    """Report of a stream's rows so far, accumulated over its blocks."""
 
     report: SplitReport | None = None
     lengths: Counter[int] = field(default_factory=Counter)
     _blocks: int = 0
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
 
     def add(self, report: SplitReport, lengths: Sequence[int]) -> None:
-        """Count a block, whose rows have these lengths."""
+        """Add a block, whose rows have these lengths."""
         self._blocks += 1
         self.lengths.update(lengths)
         both = [report] if self.report is None else [self.report, report]
@@ -166,19 +166,19 @@ class Account:
         self.report = replace(report, **sums, lengths=_counted_quantiles(self.lengths), stream=SO_FAR)
 
     def close(self) -> None:
-        """All rows were counted: those of one epoch, of which each epoch has the same."""
+        """Mark the report as complete: it covers one epoch, and every epoch has the same rows."""
         if self.report is not None:
             self.report = replace(self.report, stream="one epoch")
 
     def news(self) -> list[str]:
-        """Warnings of kinds that were not given yet. What the first block shows is told before the run."""
+        """Warnings of kinds not given yet; those of the first block are given before the run."""
         found = cautions(self.report) if self.report is not None else {}
-        new = [text for kind, text in found.items() if kind not in self._told and self._blocks != 1]
-        self._told.update(found)
+        new = [text for kind, text in found.items() if kind not in self._warned and self._blocks != 1]
+        self._warned.update(found)
         return new
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint: what `from_json` takes."""
+        """State for a checkpoint, for `from_json`."""
         report = None if self.report is None else {**asdict(self.report), "mixture": ()}
         return {"report": report, "lengths": sorted(self.lengths.items()), "blocks": self._blocks}
 
@@ -189,16 +189,16 @@ class Account:
 
 
 SO_FAR = "so far"
-"""Which part of a stream was counted while rows of it are still to come."""
+"""`SplitReport.stream` of an unfinished stream."""
 
 _COUNTS = (
     *("read", "cut", "split", "kept", "tokens", "tokens_lost", "supervised", "supervised_lost", "packed_tokens"),
 )
-"""Fields of a report that add up over blocks."""
+"""Fields of a report that are summed over blocks."""
 
 
 def merged_names(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """All names of each path, each of them once."""
+    """The distinct names of each path."""
     merged: dict[str, dict[str, None]] = {}
     for each in found:
         for path, names in each.items():
@@ -207,16 +207,16 @@ def merged_names(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list
 
 
 def cautions(report: SplitReport) -> dict[str, str]:
-    """Warnings about what became of the rows, by kind, each with the key of its rows: what was left out, lost to the
-    limit, or may be a mistake."""
+    """Warnings by kind, each with the key of its rows: rows left out, tokens lost to the limit, and possible
+    mistakes."""
     name, read = report.name, max(report.read, 1)
     found = {
         reason: f"{count / read:.0%} of the rows of {name} are left out: {what}"
         for reason, what in _LEFT_OUT.items()
         if (count := report.dropped.get(reason, 0)) > WARNING_SHARE * read
     }
-    if report.supervised_lost_share > ERROR_SHARE:  # of a stream; other rows were refused
-        found["most"] = f"{loss_message(report)}; of rows that are not streamed this is an error"
+    if report.supervised_lost_share > ERROR_SHARE:  # only a stream gets here; otherwise it is an error
+        found["most"] = f"{loss_message(report)}; without streaming this is an error"
     elif report.supervised_lost_share > WARNING_SHARE:
         found["lost"] = loss_message(report)
     for remark in Remark:
@@ -227,7 +227,7 @@ def cautions(report: SplitReport) -> dict[str, str]:
 
 
 def loss_message(report: SplitReport) -> str:
-    """What the limit costs."""
+    """Message about the tokens lost to the limit."""
     return (
         f"{report.supervised_lost_share:.1%} of the supervised tokens of {report.name} are lost to the limit of "
         f"{report.limit} tokens ({report.cut:,} of {counted(report.read, 'row')} cut, "
@@ -236,28 +236,28 @@ def loss_message(report: SplitReport) -> str:
 
 
 EMPTY = "empty"
-"""Why a row is dropped that lacks a value in a column which its form needs."""
+"""Reason to drop a row without a value in a required column."""
 
 SAME = "the same answer twice"
-"""Why a pair is dropped from which nothing is trained on: no loss of pairs tells its answers apart."""
+"""Reason to drop a pair with equal answers, which has no gradient under any loss."""
 
 _LEFT_OUT = {
-    EMPTY: "a column that they need is absent or empty in them",
+    EMPTY: "a required column is absent or empty",
     SAME: "both answers of a pair are the same",
 }
-"""Reasons to drop a row that may be a mistake in the file, in words."""
+"""Reasons to drop a row that may be a mistake in the file, with their text."""
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """Everything to be said about the rows of a run."""
+    """The report printed about the rows of a run."""
 
     sources: tuple[str, ...]
-    """Each source, its rows, its form and how that was found."""
+    """A line for each source: its rows, its format and how that was detected."""
     train: SplitReport
     eval: SplitReport | None
     notes: tuple[str, ...]
-    """What was decided on the user's behalf."""
+    """Decisions made for the user."""
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class DataReport:
 
 
 def length_quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Lengths that really occur, at each of QUANTILES; empty without rows."""
+    """Lengths at each of QUANTILES, each the length of a row; empty without rows."""
     if not lengths:
         return {}
     found = np.quantile(np.asarray(lengths), QUANTILES, method="higher")
@@ -277,7 +277,7 @@ def length_quantiles(lengths: Sequence[int]) -> dict[str, int]:
 
 
 def _counted_quantiles(lengths: Counter[int]) -> dict[str, int]:
-    """The same of lengths that are counted."""
+    """`length_quantiles` of a histogram of lengths."""
     known = sorted(lengths)
     ranks = np.cumsum([lengths[length] for length in known])
     if not known:

@@ -1,9 +1,9 @@
-"""Rows that were tokenised before, in the user's cache folder.
+"""Cache of tokenized rows in the user's cache folder.
 
-All that decides what they are is in the name of an entry: the files and when they changed, how they are read, the
-tokenizer with its template, the limits and the task, the libraries and our own code. So nothing in the folder is ever
-out of date. An entry is written aside and renamed; its arrays are mapped, not read, so rows cost host memory as they
-are used.
+The name of an entry is a hash of everything that determines the rows: the files and their modification times, how they
+are read, the tokenizer with its template, the limits and the task, the libraries and our own code. So an entry is never
+out of date. It is written to a temporary folder and renamed; its arrays are memory-mapped, so rows cost host memory
+only as they are used.
 """
 
 import hashlib
@@ -32,22 +32,22 @@ from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams, parse_split
 
 LIMIT = 20 << 30
-"""Bytes of all entries; those that were not used for longest go first. A guess: some runs of a billion tokens."""
+"""Maximum bytes of all entries; the least recently used are evicted first. A guess: some runs of a billion tokens."""
 
 LEAST_SECONDS = 1.0
-"""Rows that were made faster are not worth an entry: reading one takes about as long."""
+"""Minimum preparation time of a cached entry: reading one takes about as long."""
 
 _LIBRARIES = ("transformers", "tokenizers", "datasets", "pyarrow", "numpy", "jinja2")
 _NO_MATTER = (
     *("workers", "packing", "padding_free", "group_by_length", "pad_to_multiple_of", "mixing", "shuffle_buffer"),
     *("streaming", "cache"),
 )
-"""Keys of `data` that come after the rows are made. `weight` of a source too."""
+"""Keys of `data` that do not affect the tokenized rows. `weight` of a source too."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Rows as they are fitted to the limit, before they are mixed and packed, and all that is said of them."""
+    """Truncated rows, before mixing and packing, with their reports and messages."""
 
     train: Rows
     train_report: SplitReport
@@ -56,9 +56,9 @@ class Fitted:
     eval: Rows | None
     eval_report: SplitReport | None
     eval_kept: tuple[int, ...]
-    """Those to evaluate on; none where they were held out of the training rows."""
+    """Evaluation rows of each source; empty if they were held out of the training rows."""
     form: str
-    """Of the first training source."""
+    """Row format of the first training source."""
     sources: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
@@ -66,19 +66,19 @@ class Fitted:
 
 
 class RowCache:
-    """The entry of one config and tokenizer; `folder` is None where rows are not kept, and `why` says so."""
+    """The entry of one config and tokenizer; `folder` is None if rows are not cached, with the reason in `why`."""
 
     def __init__(self, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> None:
         self.folder: Path | None = None
         self._started = time.perf_counter()
         self.why = _why_not(config, tokenizer)
         if self.why is None:
-            with suppress(OSError, RequestError):  # told when the rows are read
+            with suppress(OSError, RequestError):  # reported when the rows are read
                 key = json.dumps(_key(config, tokenizer, vocab_size), sort_keys=True, default=str)
                 self.folder = cache_folder("rows") / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def read(self) -> Fitted | None:
-        """What is kept, or None."""
+        """The cached rows, or None."""
         if self.folder is None or not self.folder.exists():
             return None
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -102,9 +102,9 @@ class RowCache:
         return None
 
     def write(self, fitted: Fitted) -> str | None:
-        """Keep the rows if they took a while to make. Returns what is to be said of it.
+        """Cache the rows if they took long to make. Returns a note for the report, if any.
 
-        A folder that cannot be written, or is nearly full, costs time the next time, and nothing else.
+        A folder that cannot be written, or is nearly full, only costs time on the next run.
         """
         if self.why is not None:
             return self.why
@@ -117,11 +117,11 @@ class RowCache:
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             if needed > LIMIT or shutil.disk_usage(self.folder.parent).free < 4 * needed:
-                return f"rows ({size(needed)}) are not kept in the cache: no room in {self.folder.parent}"
+                return f"rows ({size(needed)}) are not cached: not enough space in {self.folder.parent}"
             aside.mkdir()
             for name, array in arrays.items():
                 np.save(aside / f"{name}.npy", array)
-            document = asdict(replace(fitted, train=cast(Rows, None), eval=None))  # which are the arrays
+            document = asdict(replace(fitted, train=cast(Rows, None), eval=None))  # stored as arrays
             (aside / "rows.json").write_text(json.dumps(document), encoding="utf-8")
             if self.folder.exists():  # another process was faster
                 shutil.rmtree(aside)
@@ -130,24 +130,24 @@ class RowCache:
             _forget_oldest(self.folder.parent)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
-            return f"rows are not kept in the cache {self.folder.parent}: {error.strerror}"
+            return f"rows are not cached: {self.folder.parent}: {error.strerror}"
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        return f"rows kept in the cache for the next run: {self.folder} ({size(needed)})"
+        return f"rows cached for the next run: {self.folder} ({size(needed)})"
 
 
 def _why_not(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Why rows of this config are not cached; empty where nothing is to be said."""
+    """Why rows of this config are not cached; empty if the user disabled the cache."""
     if not config.data.cache:
         return ""
     if config.data.streaming:
-        return "streamed rows are not kept in the cache"
+        return "streamed rows are not cached"
     if not getattr(tokenizer, "is_fast", False):
-        return "rows are not kept in the cache: this tokenizer cannot be compared with another"
+        return "rows are not cached: a slow tokenizer has no digest"
     for source in (*config.data.train, *config.data.eval):
         if source.path not in (STANDARD_LIBRARY, STANDARD_DOCSTRINGS, PYTHON_ROWS) and not is_local(source.path):
-            return f"rows are not kept in the cache: {source.path} is a dataset of the hub"
+            return f"rows are not cached: {source.path} is a dataset of the hub"
     return None
 
 
@@ -172,7 +172,7 @@ def _key(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size:
 
 
 def _source(source: DatasetParams, key: str) -> list[Any]:
-    """What a source is, and the files that it means now, with their sizes and times of change."""
+    """A source, with the paths, sizes and modification times of its files."""
     if source.path == PYTHON_ROWS:
         files = []
     elif source.path == STANDARD_LIBRARY:
@@ -195,7 +195,7 @@ def _arrays(rows: Rows, name: str) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _load(folder: Path, name: str) -> Rows:
-    """Raises ValueError for arrays that are not whole."""
+    """Load rows from memory-mapped arrays. Raises ValueError if they are incomplete."""
     found: dict[str, Any] = {}
     for field in fields(Rows):
         file = folder / f"{name}.{field.name}.npy"
@@ -221,7 +221,7 @@ def _targets(document: dict[str, Any] | None) -> Targets | None:
 
 
 def _forget_oldest(folder: Path) -> None:
-    """Remove the entries that were not used for longest while all of them are over the limit."""
+    """Evict the least recently used entries until the total is within the limit."""
     entries = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda entry: entry.stat().st_mtime)
     sizes = [sum(file.stat().st_size for file in entry.iterdir()) for entry in entries]
     for entry, own in zip(entries[:-1], sizes, strict=False):

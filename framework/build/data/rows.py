@@ -1,4 +1,4 @@
-"""Tokenised rows: how they are kept, and what happens to one that is too long."""
+"""Tokenized rows: storage, and truncation of long ones."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +17,14 @@ from framework.schema.choices import Truncation
 
 
 class Row(TypedDict):
-    """What a model is given of one row. Labels are `IGNORED` (-100) where nothing is trained on."""
+    """One row for a model. Labels of unsupervised tokens are `IGNORED` (-100)."""
 
     input_ids: list[int]
     labels: list[int]
     documents: NotRequired[list[int]]
-    """Tokens of each document, where several stand end to end in the row."""
+    """Tokens of each document, if the row holds several."""
     target: NotRequired[list[float]]
-    """What the row as a whole is to be told to be."""
+    """Target of the row as a whole."""
     rejected: NotRequired["Row"]
     """The worse answer to the same prompt."""
     reference: NotRequired[float]
@@ -33,7 +33,7 @@ class Row(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class Rows(Sequence[Row]):
-    """Rows end to end in two arrays: 8 bytes a token, and cheap to hand to worker processes.
+    """Rows concatenated in two arrays: 8 bytes a token, and cheap to pass to worker processes.
 
     Row i is `tokens[offsets[i]:offsets[i + 1]]`, labels alike. `tokens` and `labels` are int32 of shape (all tokens,),
     `offsets` is int64 of shape (rows + 1,).
@@ -43,13 +43,13 @@ class Rows(Sequence[Row]):
     labels: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int64]
     targets: npt.NDArray[np.float32] | None = None
-    """What each row as a whole is to be told to be, float32 of shape (rows, numbers)."""
+    """Targets of the rows, float32 of shape (rows, numbers)."""
     rejected: "Rows | None" = None
     """The worse answers, a row for each."""
     order: npt.NDArray[np.int64] | None = None
-    """Which of the rows held these are, in order, some perhaps several times; None is each once, as they are held."""
+    """Indices into the stored rows, possibly repeated; None is each once, in order."""
     reference: npt.NDArray[np.float32] | None = None
-    """What the reference said of each row before the first step, where it was asked; float32 of shape (rows,)."""
+    """Precomputed log-probabilities of the rows under the reference, float32 of shape (rows,)."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1 if self.order is None else len(self.order)
@@ -76,14 +76,14 @@ class Rows(Sequence[Row]):
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each row, of the longer answer where there are two; shape (rows,)."""
+        """Tokens of each row (of a pair, of the longer answer), shape (rows,)."""
         own = np.diff(self.offsets)
         longer = own if self.rejected is None else np.maximum(own, self.rejected.lengths)
         return longer if self.order is None else longer[self.order]
 
 
 def join_rows(encoded: Sequence[Encoded]) -> Rows:
-    """Rows in the order given; all of one kind."""
+    """Encoded rows of one kind as Rows, in order."""
     if not encoded:
         return Rows(np.empty(0, np.int32), np.empty(0, np.int32), np.zeros(1, np.int64))
     offsets = np.zeros(len(encoded) + 1, np.int64)
@@ -101,7 +101,7 @@ def join_rows(encoded: Sequence[Encoded]) -> Rows:
 
 
 def supervised_count(row: Encoded) -> int:
-    """Tokens of the row that are trained on, of both answers where there are two; 1 where the row as a whole is."""
+    """Supervised tokens of the row, of both answers of a pair; 1 for a row with one label."""
     if row.parts:
         return 1
     own = int(np.count_nonzero(row.labels != IGNORED))
@@ -112,9 +112,9 @@ def supervised_count(row: Encoded) -> int:
 
 
 def truncate(row: Encoded, limit: int, policy: Truncation) -> Encoded | None:
-    """The row with at most `limit` tokens, or None where the policy is to drop it.
+    """The row with at most `limit` tokens, or None if the policy is to drop it.
 
-    `right` cuts the end off, `left` the beginning. Only for policies that keep or drop: `error` is the caller's.
+    `right` cuts off the end, `left` the beginning. The policy `error` is handled by the caller.
     """
     if row_length(row) <= limit:
         return row
@@ -133,7 +133,7 @@ def truncate(row: Encoded, limit: int, policy: Truncation) -> Encoded | None:
 
 
 def _shorter_parts(row: Encoded, excess: int, policy: Truncation) -> Encoded | None:
-    """The row with its texts cut, the longer one first; None where nothing would be left of them."""
+    """The row with its texts cut, the longer one first; None if nothing would be left of one."""
     lengths = [end - start for start, end in row.parts]
     left = sum(lengths) - excess
     if left < len(lengths):
@@ -151,7 +151,7 @@ def _shorter_parts(row: Encoded, excess: int, policy: Truncation) -> Encoded | N
 
 
 def row_length(row: Encoded) -> int:
-    """Tokens of the row, of the longer answer where there are two."""
+    """Tokens of the row; of a pair, of the longer answer."""
     return max(len(row.input_ids), row_length(row.rejected) if row.rejected is not None else 0)
 
 
@@ -182,9 +182,9 @@ class RowsPerSecond(ProgressColumn):
 
 @contextlib.contextmanager
 def row_progress(name: str, total: int, console: Console | None) -> Iterator[Callable[[int], None]]:
-    """Yields what to call with the number of rows that were just done. Shows nothing without a terminal."""
+    """Progress bar; yields a function to call with the number of rows just done. Shows nothing without a terminal."""
     bar = Progress(
-        TextColumn("tokenising {task.description}"),
+        TextColumn("tokenizing {task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         RowsPerSecond(),

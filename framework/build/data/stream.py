@@ -1,8 +1,7 @@
-"""Rows that are read as they are needed: block after block, each shuffled, tokenised and fitted by itself.
+"""Streamed rows, read as they are needed: blocks that are shuffled, tokenized, truncated and packed separately.
 
-A block is `data.shuffle_buffer` rows as they are read. Which rows it holds, and in which order it gives them, is a
-function of (seed, epoch, number of the block); so a position in the stream is three numbers, and to go on from there
-rows are counted over, not tokenised.
+A block is `data.shuffle_buffer` rows as read. Its rows and their order are a function of (seed, epoch, number of the
+block), so a position in the stream is three numbers, and a resume skips earlier rows without tokenizing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing
 
 ENCODE_BATCH = 256
-"""Rows tokenised in one call: enough to keep every core of a big host busy, little memory next to the rows."""
+"""Rows tokenized in one call: enough to keep all cores of a big host busy, at little memory."""
 
 _ORDER_STREAM = 4
 """Stream of random numbers drawn from the run's seed, next to those of data.py and packing.py."""
@@ -37,7 +36,7 @@ Raw: TypeAlias = tuple[OpenSource, Place, Values | Fault]
 
 @dataclass(frozen=True)
 class Position:
-    """Where a stream stands: `taken` rows of a block of an epoch were given."""
+    """Position in a stream: `taken` rows of a block of an epoch were used."""
 
     epoch: int = 0
     block: int = 0
@@ -49,37 +48,37 @@ class Position:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows to train on, in the order in which they are given, and the account of those they were made of."""
+    """Training rows of a block with their order, and the report of the rows that it was made of."""
 
     rows: Rows | Packs
     order: Sequence[int]
     places: Sequence[Place]
-    """Where each row that was kept stands; a pack holds several."""
+    """Location of each row that was kept; a pack holds several."""
     report: SplitReport
     lengths: Sequence[int]
-    """Tokens of each row that was read."""
+    """Tokens of each row read."""
     first_dropped: str | None
 
     def places_of(self, index: int) -> list[Place]:
-        """Where the rows of one row of a batch stand."""
+        """Locations of the rows in one row of a batch."""
         held = self.rows.rows_of(index) if isinstance(self.rows, Packs) else [index]
         return [self.places[each] for each in held]
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A block that a row, or a step, is the first to take from, or to pass over because no row of it was kept."""
+    """A block first used by a row or step, or skipped by it because no row of the block was kept."""
 
     epoch: int
     number: int
     report: SplitReport
     lengths: Sequence[int]
-    """Tokens of each row that was read."""
+    """Tokens of each row read."""
 
 
 @dataclass(frozen=True)
 class StreamedRow:
-    """A row of a stream, where it comes from, and where the stream stands after it."""
+    """A row of a stream, its location, and the position after it."""
 
     row: Row
     places: Sequence[Place]
@@ -90,14 +89,14 @@ class StreamedRow:
 
 @dataclass(frozen=True)
 class Stream:
-    """The training rows of a run without end, epoch after epoch."""
+    """The training rows of a run, endless, epoch after epoch."""
 
     sources: Sequence[OpenSource]
     encoding: Encoding
     policy: RowPolicy
     seed: int
     buffer: int
-    """Rows of a block, as they are read."""
+    """Rows read for a block."""
     packing: bool = False
     mixing: Mixing = Mixing.CONCATENATE
 
@@ -107,7 +106,7 @@ class Stream:
         return self.mixing is Mixing.CONCATENATE
 
     def rows(self, start: Position) -> Iterator[StreamedRow]:
-        """The rows from a position on. Raises RequestError for rows that cannot be read, and when none is kept."""
+        """Rows from a position on. Raises RequestError for rows that cannot be read, and if none is kept."""
         first, taken, begun = start.block, start.taken, list[Begun]()
         for epoch in count(start.epoch):
             found = bool(first or taken)
@@ -122,11 +121,11 @@ class Stream:
                 taken = 0
             first = 0
             if not found:
-                raise RequestError([Problem("data.train", "the stream ends, and no row of it can be trained on")])
+                raise RequestError([Problem("data.train", "the stream ended without a row to train on")])
 
     def blocks(self, epoch: int, first: int = 0) -> Iterator[Block]:
-        """The blocks of one epoch from number `first` on. Raises RequestError for rows that cannot be read, and for a
-        source of a mixture that was read from its first row to its last and of which none is kept."""
+        """Blocks of one epoch from number `first` on. Raises RequestError for rows that cannot be read, and for a
+        source of a mixture that was read completely without a row being kept."""
         ended, kept = set[str](), set[str]()
         raw = self._mixed(epoch, ended) if not self.repeats else chain.from_iterable(map(_raw, self.sources))
         behind = islice(raw, first * self.buffer, None)
@@ -170,8 +169,8 @@ class Stream:
         return Block(made, order.tolist(), places, report, row_counts.lengths, row_counts.first_dropped)
 
     def _mixed(self, epoch: int, ended: set[str]) -> Iterator[Raw]:
-        """Rows of an epoch, the source of each drawn by weight, as `datasets.interleave_datasets` draws them. The keys
-        of sources that have given all their rows are added to `ended`."""
+        """Rows of an epoch, the source of each sampled by weight as in `datasets.interleave_datasets`. Keys of
+        exhausted sources are added to `ended`."""
         generator = np.random.default_rng([self.seed, epoch])
         shares = shares_of([source.params for source in self.sources])
         readers = [_Reader(source) for source in self.sources]
@@ -188,7 +187,7 @@ class Stream:
 
 @dataclass
 class _Reader:
-    """A source that begins again when it ends. `is_exhausted` once each of its rows was given."""
+    """A source that restarts at its end; `is_exhausted` after each of its rows was used once."""
 
     source: OpenSource
     is_exhausted: bool = False
@@ -210,7 +209,7 @@ class _Reader:
 
     def _begin(self) -> None:
         self._rows = _raw(self.source)
-        self._next = next(self._rows)  # opening the source has found a first row
+        self._next = next(self._rows)  # opening the source found a first row
 
 
 def _raw(source: OpenSource) -> Iterator[Raw]:
@@ -218,12 +217,12 @@ def _raw(source: OpenSource) -> Iterator[Raw]:
 
 
 def in_parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of `size`; the last has what is left."""
+    """The items in lists of `size`; the last may be shorter."""
     rest = iter(items)
     return iter(lambda: list(islice(rest, size)), [])
 
 
 def columns_of(rows: Sequence[Values]) -> Mapping[str, list[Any]]:
-    """Rows by column, None where a row has none."""
+    """Rows as columns, None where a row lacks one."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}

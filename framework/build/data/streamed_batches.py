@@ -1,6 +1,6 @@
-"""Batches of a stream: which rows an optimizer step sees, as tensors, made as they are needed.
+"""Batches of a stream, made as they are needed.
 
-Steps go on over the end of an epoch, so each has as many rows as every other.
+Steps continue across the end of an epoch, so all have the same number of rows.
 """
 
 import os
@@ -19,25 +19,25 @@ from framework.errors import Problem, RequestError
 from framework.schema.config import Batch
 
 AHEAD = 16
-"""Steps that a process makes ahead: while it makes the next block, the run goes on with these."""
+"""Steps that a worker makes ahead, for training while it makes the next block."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank takes in one optimizer step."""
+    """One rank's part of an optimizer step."""
 
     micro_batches: list[MicroBatch]
     places: list[list[str]]
-    """Where the rows of each micro batch come from."""
+    """Locations of the rows of each micro batch."""
     after: Position
     begun: list[Begun]
     problems: tuple[Problem, ...] = ()
-    """What is wrong with the rows, which end the stream."""
+    """Problems with the rows, which end the stream."""
 
 
 @dataclass(frozen=True)
 class Steps(IterableDataset[Step]):
-    """The steps from a position on, `skipped` of them passed over; what a worker process holds."""
+    """Dataset of steps from a position on, the first `skipped` left out; it runs in the worker process."""
 
     stream: Stream
     start: Position
@@ -51,7 +51,7 @@ class Steps(IterableDataset[Step]):
 
     def __iter__(self) -> Iterator[Step]:
         if self.in_process:
-            # The tokenizers library must not use threads, which a fork does not take along.
+            # The tokenizers library must not use threads, which do not survive a fork.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         rows, size = self.stream.rows(self.start), self.batch.global_size
         try:
@@ -64,28 +64,28 @@ class Steps(IterableDataset[Step]):
                 begun += [block for row in step for block in row.begun]
                 yield Step([made[share] for share in taken], places, step[-1].after, begun)
                 begun = []
-        except RequestError as error:  # what a process raises would reach the run as a text
+        except RequestError as error:  # an exception of a worker would reach the run as text
             yield Step([], [], self.start, [], error.problems)
 
 
 @dataclass
 class Progress:
-    """How far a run has got in its stream."""
+    """Position of a run in its stream."""
 
     positions: dict[int, Position] = field(default_factory=lambda: {0: Position()})
-    """Step (0 is the first) -> where its rows begin; of the first step and of those around the latest."""
+    """Step (from 0) -> position of its first row; for the first step and those around the latest."""
     account: Account = field(default_factory=Account)
     counted: tuple[int, int] = (-1, -1)
-    """Epoch and number of the last block in the account."""
+    """Epoch and number of the last counted block."""
     began: tuple[int, int] | None = None
-    """Epoch and number of the first one."""
+    """Epoch and number of the first counted block."""
     step: int = -1
-    """The latest step, and where its rows come from."""
+    """The latest step; `places` are the locations of its rows."""
     places: list[list[str]] = field(default_factory=list)
 
     def take(self, number: int, step: Step, repeats: bool) -> None:
-        """Note a step; `repeats`: each epoch has the same rows, so that those of one are counted. Raises RequestError
-        for what is wrong with the rows."""
+        """Record a step. With `repeats` each epoch has the same rows, so one epoch is counted. Raises RequestError for
+        problems with the rows."""
         if step.problems:
             raise RequestError(step.problems)
         before = self.positions[number] if number in self.positions else Position()
@@ -102,33 +102,33 @@ class Progress:
                 self.account.close()
 
     def to_json(self) -> dict[str, Any]:
-        """The account for a checkpoint."""
+        """The counts for a checkpoint."""
         return {"counted": self.counted, "began": self.began, **self.account.to_json()}
 
     def go_on(self, document: Mapping[str, Any]) -> None:
-        """Go on from the account of a checkpoint."""
+        """Restore the counts of a checkpoint."""
         self.counted, self.began = tuple(document["counted"]), document["began"] and tuple(document["began"])
         self.account = Account.from_json(document)
 
 
 @dataclass(frozen=True)
 class StreamedBatches:
-    """The rows of a stream in steps, for one rank. Every step has `batch.global_size` rows."""
+    """Steps of a stream for one rank. Every step has `batch.global_size` rows."""
 
     stream: Stream
     batch: Batch
     pad_token_id: int
     rank: int = 0
     workers: int = 0
-    """0, or 1 for a process that reads and tokenises during training."""
+    """0, or 1 for a process that reads and tokenizes during training."""
     padding_free: bool = False
     multiple: int = 1
     progress: Progress = field(default_factory=Progress)
 
     def start(self, step: int) -> Iterator[list[MicroBatch]]:
-        """From optimizer step `step` (0 is the first) on without end, the micro batches of each step.
+        """Micro batches of each step from `step` (from 0) on, without end.
 
-        Raises RequestError when rows cannot be read.
+        Raises RequestError if rows cannot be read.
         """
         known = max(number for number in self.progress.positions if number <= step)
         position = self.progress.positions[known]
@@ -148,29 +148,30 @@ class StreamedBatches:
             yield made.micro_batches
 
     def go_on(self, step: int, state: Mapping[str, Any]) -> None:
-        """Let `step` begin where a checkpoint says, as `state_at` has it; an older one has no account of the rows."""
+        """Restore the start of `step` from a checkpoint, as returned by `state_at`; older ones have no counts of the
+        rows."""
         self.progress.positions[step] = Position(**{name: state[name] for name in ("epoch", "block", "taken")})
         if "account" in state:
             self.progress.go_on(state["account"])
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Where `step` begins, and the account of the rows until then, for a checkpoint."""
+        """State for a checkpoint: the start of `step`, and the counts of the rows until then."""
         return {**self.position(step).to_json(), "account": self.progress.to_json()}
 
     def position(self, step: int) -> Position:
-        """Where `step` begins; it is one that was taken last, or the one after it."""
+        """Position of the first row of `step`, which is the latest step or the next."""
         return self.progress.positions[step]
 
     def rows_of(self, step: int) -> list[str]:
-        """Where the rows of the latest step come from; nothing is kept of others."""
+        """Locations of the rows of `step`; empty unless it is the latest."""
         return [place for places in self.shares_of(step) for place in places]
 
     def shares_of(self, step: int) -> list[list[str]]:
-        """The same for each of its micro batches."""
+        """Locations of the rows of `step` by micro batch; empty unless it is the latest."""
         return self.progress.places if step == self.progress.step else []
 
     def epochs(self, step: int) -> float:
-        """Whole epochs gone through before `step`."""
+        """Epochs completed before `step`."""
         return float(self.position(step).epoch)
 
 

@@ -1,4 +1,4 @@
-"""Fitting rows to the limit one by one, with an account of everything that is lost on the way."""
+"""Truncation of rows to the length limit, with counts of everything lost."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ from framework.schema.plural import counted
 
 @dataclass(frozen=True)
 class RowPolicy:
-    """What every row is held to."""
+    """Limits for every row."""
 
     limit: int
-    """Tokens that a row may have, at least 2."""
+    """Maximum tokens of a row, at least 2."""
     truncation: Truncation
     """What happens to a longer row."""
     splits_documents: bool
-    """Longer rows become several instead."""
+    """Whether longer rows are split into several instead."""
     vocab_size: int | None
-    """Token ids have to be below it; None where the model is not known yet."""
+    """Upper bound of token ids; None if the model is not known yet."""
 
 
 @dataclass
 class RowCounts:
-    """Rows taken so far, under one policy."""
+    """Rows processed so far, under one policy."""
 
     policy: RowPolicy
     key: str
-    """Where the rows were asked for, such as `data.train`; for problems."""
+    """Config key of the rows, such as `data.train`, for problems."""
     kept: list[Encoded] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     remarks: Counter[Remark] = field(default_factory=Counter)
@@ -56,7 +56,8 @@ class RowCounts:
         return len(self.problems) >= PROBLEM_LIMIT
 
     def all_are_known(self, rows: Sequence[Encoded | UnsuitedChat | None]) -> bool:
-        """Whether the model has every token and label of these rows: asked of many at once, since each may be short."""
+        """Whether all tokens and labels of these rows are in the vocabulary; checked in bulk, since rows may be
+        short."""
         single = [row for row in rows if isinstance(row, Encoded)]
         parts = [each for row in single for each in (row, row.rejected) if each is not None]
         found = [ids for part in parts for ids in (part.input_ids, part.labels) if len(ids)]
@@ -64,8 +65,8 @@ class RowCounts:
         return vocab_size is None or not found or int(np.concatenate(found).max()) < vocab_size
 
     def take(self, place: Place, row: Encoded | UnsuitedChat | None, is_known: bool = False) -> None:
-        """Count the row and keep of it what the policy allows. None is a row with nothing in it; `is_known`: that the
-        model has its tokens was found before."""
+        """Count the row and keep as much of it as the policy allows. None is an empty row; `is_known` says that its
+        tokens were already checked."""
         self.read += 1
         if isinstance(row, Encoded):
             self.remarks.update(row.remarks if row.rejected is None else row.remarks | row.rejected.remarks)
@@ -82,7 +83,7 @@ class RowCounts:
             self._fit(place, row, length, supervised)
 
     def finish(self, name: str) -> tuple[Rows, SplitReport]:
-        """The rows kept, and the account of them."""
+        """The rows kept, and their report."""
         report = SplitReport(
             name=name,
             limit=self.policy.limit,
@@ -103,7 +104,7 @@ class RowCounts:
         return join_rows(self.kept), report
 
     def _refuse(self, place: Place, row: Encoded, length: int, is_known: bool) -> bool:
-        """Record a problem when the row may not be trained on under any circumstances."""
+        """Record a problem if the row is an error; returns whether it is."""
         vocab_size = self.policy.vocab_size
         if vocab_size is not None and not is_known and (outside := _outside(row, vocab_size)):
             message = f"{outside} is outside the model's vocabulary of {self.policy.vocab_size}"
@@ -120,7 +121,7 @@ class RowCounts:
         return self.policy.splits_documents and len(row.input_ids) > self.policy.limit
 
     def _fit(self, place: Place, row: Encoded, length: int, before: int) -> None:
-        """Keep of the row, which has `length` tokens and `before` supervised ones, what is within the limit."""
+        """Keep the part within the limit of a row with `length` tokens, `before` of them supervised."""
         if self._splits(row):
             self.kept.extend(part for part in split_document(row, self.policy.limit) if supervised_count(part))
             self.split += 1
@@ -155,7 +156,7 @@ def _is_same_twice(row: Encoded) -> bool:
 
 
 def _outside(row: Encoded, vocab_size: int) -> str | None:
-    """The highest token or label, where the model has no row for it; labels may have come with the row."""
+    """The highest token id or label if it is outside the vocabulary; rows may bring their own labels."""
     for what, ids in (("token id", row.input_ids), ("label", row.labels)):
         if (highest := int(ids.max())) >= vocab_size:
             return f"{what} {highest}"

@@ -1,4 +1,4 @@
-"""What backward keeps of forward: how each transformer block runs, and computes again."""
+"""Activation checkpointing and offload: how transformer blocks run and are recomputed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from framework.schema.choices import CheckpointingPolicy
 from framework.schema.training import TrainingParams
 
 PRODUCTS = ("mm", "addmm", "_grouped_mm", "_scaled_mm", "gemm_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
-"""Operators of linear layers, packed ones and experts included; not `bmm`, which makes attention's scores."""
+"""Operators of linear layers, including quantized ones and experts; not `bmm`, which computes attention scores."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Runs one block so that backward computes it again, from its inputs and from what `policy` keeps.
+    """Runs a block so that backward recomputes it from its inputs and the results that `policy` keeps.
 
-    `trains`: whether the block itself has a trained weight. A block that needs no gradient keeps nothing anyway.
+    `trains`: whether the block has trained weights. A block that needs no gradient keeps nothing anyway.
     """
 
     policy: CheckpointingPolicy
@@ -45,7 +45,8 @@ class Recompute:
 
 
 def _asking_for_gradients(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The re-entrant checkpoint gives weights no gradients unless an input asks for one (torch.utils.checkpoint)."""
+    """Make an input require gradients, without which the re-entrant checkpoint gives weights none
+    (torch.utils.checkpoint)."""
     tensors = [item for item in inputs if isinstance(item, Tensor)]
     if any(tensor.requires_grad for tensor in tensors):
         return inputs
@@ -57,7 +58,7 @@ def _asking_for_gradients(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @cache
 def keeps(policy: CheckpointingPolicy, operator: str) -> bool:
-    """Whether a checkpointed block keeps the results of an operator: `mm`, or as torch names it, `aten::mm`."""
+    """Whether a checkpointed block keeps the results of an operator, named `mm` or `aten::mm`."""
     if policy is CheckpointingPolicy.FULL:
         return False
     if "attention" in operator or "flash_attn" in operator:
@@ -71,7 +72,7 @@ def _keep_or_recompute(policy: CheckpointingPolicy, context: Any, operator: Any,
 
 @dataclass(frozen=True)
 class Offloaded:
-    """Runs one block, as `inner` says, and sends what it keeps to the host."""
+    """Runs a block through `inner` and offloads the tensors that it keeps."""
 
     offload: Offload
     inner: Recompute | None
@@ -84,9 +85,9 @@ class Offloaded:
 
 
 def arrange_blocks(training: TrainingParams, model: nn.Module, place: Place) -> None:
-    """Recompute every n-th block in backward instead of keeping its activations, and offload what is kept, as asked.
+    """Set up checkpointing of every n-th block, and offloading of kept tensors, as requested.
 
-    Call it when it is settled which weights are trained. Raises RequestError for a model without such blocks.
+    Call it when the trained weights are determined. Raises RequestError for a model without such blocks.
     """
     recomputes, offloads = training.enable_gradient_checkpointing is True, training.activation_offload is True
     if not (recomputes or offloads):
@@ -94,7 +95,7 @@ def arrange_blocks(training: TrainingParams, model: nn.Module, place: Place) -> 
     blocks = transformer_blocks(model)
     if not blocks:
         key = "training.enable_gradient_checkpointing" if recomputes else "training.activation_offload"
-        message = f"{type(causal_model(model)).__name__} has no blocks that transformers knows of"
+        message = f"{type(causal_model(model)).__name__} has no known transformer blocks"
         raise RequestError([Problem(key, message, expected="false")])
     offload = Offload(place) if offloads else None
     every = int(training.gradient_checkpointing_every) if recomputes else 0
@@ -105,12 +106,12 @@ def arrange_blocks(training: TrainingParams, model: nn.Module, place: Place) -> 
         inner = Recompute(policy, reentrant, trains) if every and index % every == 0 else None
         runner = Offloaded(offload, inner, block is blocks[-1]) if offload is not None else inner
         if runner is not None:
-            block.gradient_checkpointing = True  # the flag by which transformers hands the block to its function
+            block.gradient_checkpointing = True  # makes transformers call the function below
             block._gradient_checkpointing_func = runner
 
 
 def recomputing(model: nn.Module) -> Iterator[tuple[GradientCheckpointingLayer, Recompute]]:
-    """The blocks that compute again in backward, in train mode, each with what runs it."""
+    """The checkpointed blocks in train mode, with their runners."""
     for block, runner in _runners(model):
         inner = runner.inner if isinstance(runner, Offloaded) else runner
         if isinstance(inner, Recompute):
@@ -118,7 +119,7 @@ def recomputing(model: nn.Module) -> Iterator[tuple[GradientCheckpointingLayer, 
 
 
 def offloading(model: nn.Module) -> list[Offload]:
-    """For each block in train mode that sends what it keeps to the host, what moves it."""
+    """The offloads of blocks in train mode."""
     return [runner.offload for _, runner in _runners(model) if isinstance(runner, Offloaded)]
 
 

@@ -1,8 +1,7 @@
-"""`training.allocator`: settings of torch's CUDA allocator, given to it before the process uses the card.
+"""`training.allocator`: settings of torch's CUDA allocator, applied before the process uses the card.
 
 Private names of torch used here: `torch._C._accelerator_setAllocatorSettings` and `_accelerator_getAllocatorSettings`
-(torch 2.11 to 2.13), and the `allocator_settings` of `torch.cuda.memory._snapshot()`, which are the live allocator's
-own.
+(torch 2.11 to 2.13), and the `allocator_settings` of `torch.cuda.memory._snapshot()`, which are those in effect.
 """
 
 import os
@@ -18,24 +17,23 @@ from framework.schema.config import TrainingConfig
 from framework.schema.training import AllocatorParams
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables that torch reads the settings from, the stronger first."""
+"""Environment variables with torch's settings, the one with precedence first."""
 _MIB = 1 << 20
 _UNLIMITED = (0, (1 << 63) - 1, -1)
-"""What the snapshot says for a `max_split_size` that was never set, as a signed number."""
+"""The snapshot's values of an unset `max_split_size`, as a signed number."""
 
 
 def asked_settings(params: AllocatorParams) -> dict[str, str]:
-    """The settings that are asked for, in torch's spelling."""
+    """The requested settings, in torch's spelling."""
     return {
         name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in params if value is not None
     }
 
 
 def choose_allocator(config: TrainingConfig) -> None:
-    """Give the allocator its settings. Other settings of the environment stay as they are.
+    """Apply the allocator's settings, keeping other settings of the environment.
 
-    Raises RequestError where the environment says otherwise, or where memory of the card is held already under other
-    settings: what is reserved then stays as it was reserved.
+    Raises RequestError if the environment contradicts them, or if memory is already reserved under other settings.
     """
     asked = asked_settings(config.training.allocator)
     if not asked or config.gpu.name == "cpu":
@@ -47,7 +45,7 @@ def choose_allocator(config: TrainingConfig) -> None:
             Problem(
                 f"training.allocator.{name}",
                 f"is {value}, but CUDA has started in this process and holds memory under {live[name]}",
-                expected="a process of its own, as `tunesmith train` is",
+                expected="a separate process, as with `tunesmith train`",
             )
             for name, value in asked.items()
             if live[name] != value
@@ -58,16 +56,16 @@ def choose_allocator(config: TrainingConfig) -> None:
     settings = ",".join(f"{name}:{value}" for name, value in asked.items())
     torch._C._accelerator_setAllocatorSettings(f"{given},{settings}" if given else settings)
     if "garbage_collection_threshold" in asked and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(1.0)  # torch collects only where a fraction is set
+        torch.cuda.set_per_process_memory_fraction(1.0)  # torch collects only if a fraction is set
 
 
 def environment_text() -> tuple[str, str]:
-    """(variable, its text) that torch reads; two empty ones where neither is set."""
+    """(variable, its value) that torch uses; two empty texts if neither is set."""
     return next(((name, text) for name in VARIABLES if (text := os.environ.get(name, "").strip())), ("", ""))
 
 
 def environment_settings() -> Mapping[str, str]:
-    """The settings named in the environment, but for the one whose value is a list."""
+    """Settings in the environment, except the one with a list value."""
     return dict(re.findall(r"(\w+)\s*:\s*([^,\[\]\s]+)", environment_text()[1]))
 
 
@@ -87,7 +85,7 @@ def _refuse_contradiction(asked: Mapping[str, str]) -> None:
 
 
 def live_settings() -> dict[str, str]:
-    """What the live allocator says its settings are, in torch's spelling. Starts CUDA if it has not started."""
+    """Settings in effect, in torch's spelling. Initializes CUDA."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     found = torch.cuda.memory._snapshot()["allocator_settings"]
     size, threshold = int(found["max_split_size"]), float(found["garbage_collection_threshold"])
@@ -102,7 +100,7 @@ def live_settings() -> dict[str, str]:
 class DeviceCache:
     """Empties the allocator's cache after every `steps`-th optimizer step (None: never); `emptied` counts the times.
 
-    The CPU has no such cache: there the times are counted and nothing else happens.
+    The CPU has no such cache; there only the times are counted.
     """
 
     place: Place
@@ -110,7 +108,7 @@ class DeviceCache:
     emptied: int = 0
 
     def after_step(self, step: int) -> None:
-        """To be called when optimizer step `step`, which counts from 1, is done."""
+        """Call after optimizer step `step` (from 1)."""
         if self.steps is None or step % self.steps:
             return
         if self.place.kind == "cuda":

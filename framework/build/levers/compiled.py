@@ -1,8 +1,8 @@
-"""torch.compile of each transformer block, or of the whole model, and what tells that compiled code really ran.
+"""torch.compile of each transformer block, or of the whole model, with counters of compiled calls.
 
-Only passes that train run compiled code. Evaluation, samples and probes see rows of many shapes and keep no
-activations: they run the plain code, and cost no compilation. A checkpoint is always around the compiled code of a
-block, never in it, so that what is kept is the block's input. Names of parameters stay as they are.
+Only training passes run compiled code. Evaluation, samples and probes have many shapes and keep no activations, so they
+run uncompiled. A checkpoint is always around a block's compiled code, never inside, so that the block's input is kept.
+Parameter names do not change.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from framework.schema.training import TrainingParams
 
 Run = Callable[..., Any]
 SKIPPED = "cudagraph_skips"
-"""torch's counter of compiled graphs that it did not record although that was asked for."""
+"""torch's counter of compiled graphs that it did not record as CUDA graphs."""
 WHOLE = "the model below its head"
-"""Name of the region that is no block."""
+"""Name of the region of the whole model."""
 
 
 class Compiler:
-    """The backend of torch.compile: Inductor under a memory budget. It notes what it compiled and how often that ran.
+    """Backend of torch.compile: Inductor with a memory budget, which records graphs and their runs.
 
-    `budgets` holds the budget that was in force while each graph was cut into forward and backward. With `records` each
+    `budgets` has the budget in force when each graph was partitioned into forward and backward. With `records` each
     graph's kernels are recorded when it runs for the second time, and replayed from then on.
     """
 
@@ -65,7 +65,7 @@ class Compiler:
 
 
 def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Run:
-    """What `backend="inductor"` does, with options of its config."""
+    """Compile as `backend="inductor"`, with options of its config."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(graph, inputs, config_patches=options)
@@ -73,22 +73,22 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str,
 
 
 def forget_recorded(training: TrainingParams) -> None:
-    """Let CUDA graphs write over what they returned in the step before: call it where a step begins, after gradients
-    were dropped. Micro batches of one step are recorded one after the other, so that gradients can add up."""
+    """Allow CUDA graphs to overwrite outputs of the previous step: call it at the start of a step, after gradients were
+    dropped. Micro batches of a step are recorded in sequence, so that gradients can accumulate."""
     if training.cuda_graphs:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 CHECKPOINTS_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
-"""Whether a block checkpoints inside its call, as since transformers 5.2x, and not around it."""
+"""Whether a block checkpoints inside its call, as since transformers 5.2x, instead of around it."""
 
 
 class Region:
-    """The call of one compiled module. `compiled` is what a rehearsal puts its own in the place of.
+    """The call of a compiled module. A rehearsal replaces `compiled`.
 
-    `plain` is all of the call, or of a sharded module its forward alone: its weights are gathered by hooks around that.
-    `calls` counts passes that train, `compiled_calls` those of them that ran code of the compiler: torch falls back to
-    the plain code without an error when it has compiled for too many shapes.
+    `plain` is the whole call, or for a sharded module only its forward, since hooks around it gather the weights.
+    `calls` counts training passes, `compiled_calls` those that ran compiled code: torch silently falls back to plain
+    code after too many shapes.
     """
 
     def __init__(self, name: str, module: nn.Module, compiler: Compiler, plain: Run) -> None:
@@ -134,7 +134,7 @@ class Region:
 
 
 def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> None:
-    """Give the blocks, or the model, that the loss calls a compiled call, when that was asked for.
+    """Compile the blocks, or the model below the head, if requested.
 
     Equal blocks share their code. Raises RequestError for a model class without blocks, and for experts under autocast.
     """
@@ -145,11 +145,10 @@ def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> N
     is_static = 1 <= config.possible_lengths <= MOST_STATIC_LENGTHS
     if not place.rehearsed:
         torch._dynamo.utils.counters["inductor"][SKIPPED] = 0
-        # Every run has a compiler of its own, and torch keeps the code of eight for a function: what it compiled for
-        # earlier runs of this process is forgotten.
+        # Every run has its own compiler, and torch keeps eight compilations per function: drop those of earlier runs.
         torch._dynamo.reset()
         if is_static:
-            limit = 4 * MOST_STATIC_LENGTHS  # full and shorter micro batches, and blocks of two kinds
+            limit = 4 * MOST_STATIC_LENGTHS  # full and shorter micro batches, and two types of blocks
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for name, module in modules_to_compile(config, model):
         region = Region(name, module, compiler, _forward_of(module) if config.fsdp.is_sharded else module._call_impl)
@@ -162,21 +161,21 @@ def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> N
 
 
 def _refuse_cast_experts(config: TrainingConfig, model: nn.Module) -> None:
-    """Raises RequestError for float32 experts under autocast. Their grouped product knows no autocast: compiled code
-    ends at each one, with pages of torch's warnings, and takes 7 % less memory than planned (Qwen3 MoE, H200, 2026-11).
+    """Raise RequestError for float32 experts under autocast. Their grouped product does not support autocast: compiled
+    code breaks at each one, with many warnings, and takes 7 % less memory than planned (Qwen3 MoE, H200, 2026-11).
     """
     if config.training.mixed_precision_dtype in (None, MixedPrecision.NONE):
         return
     modules = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
     weights = (weight for module in modules for weight in module.parameters(recurse=False))
     if any(weight.dim() == 3 and weight.dtype is torch.float32 for weight in weights):
-        message = "float32 experts cannot be compiled under autocast, which their grouped product does not know"
+        message = "float32 experts cannot be compiled under autocast, which their grouped product does not support"
         works = "training.compile=false, or model.torch_dtype_str=bfloat16 with training.mixed_precision_dtype=none"
         raise RequestError([Problem("training.compile", message, expected=works)])
 
 
 def _forward_of(module: nn.Module) -> Run:
-    """The forward of the module's class, which sharding has yet to make another: transformers checkpoints in it."""
+    """The forward of the module's class before sharding changes it; transformers checkpoints inside."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return type(module).forward(module, *args, **kwargs)
@@ -190,10 +189,10 @@ def _budget(config: TrainingConfig) -> float | None:
 
 
 def modules_to_compile(config: TrainingConfig, model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and modules that `compile_scope` means: the blocks, or all of the model below its head.
+    """Names and modules for `compile_scope`: the blocks, or the model below its head.
 
-    The head is left out because a chunked loss calls it separately, and adapters wrap calls around the model as a whole
-    that break the graph.
+    The head is left out because a chunked loss calls it separately, and adapters wrap the whole model in calls that
+    break the graph.
     """
     if config.training.compile_scope is CompileScope.MODEL:
         return [(WHOLE, causal_model(model).base_model)]
@@ -201,28 +200,28 @@ def modules_to_compile(config: TrainingConfig, model: nn.Module) -> list[tuple[s
         (name, module) for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
     ]
     if not blocks:
-        message = f"{type(causal_model(model)).__name__} has no blocks that transformers knows of"
+        message = f"{type(causal_model(model)).__name__} has no known transformer blocks"
         raise RequestError([Problem("training.compile_scope", message, expected="model")])
     return blocks
 
 
 def compiled_regions(model: nn.Module) -> list[Region]:
-    """The compiled calls that a built model has."""
+    """The compiled calls of a built model."""
     calls = (call for module in model.modules() for call in (module._compiled_call_impl, vars(module).get("forward")))
     return [call for call in calls if isinstance(call, Region)]
 
 
 def newly_plain(model: nn.Module) -> list[str]:
-    """A sentence about each region that has fallen back to plain code since it was last asked about."""
+    """A message for each region that has fallen back to plain code since the last call."""
     fallen = [item for item in compiled_regions(model) if item.compiled_calls < item.calls and not item.is_reported]
     for region in fallen:
         region.is_reported = True
-    return [f"{item.name} ran plain code: torch gave up compiling for one more shape of batch" for item in fallen]
+    return [f"{item.name} ran plain code: torch did not compile for another batch shape" for item in fallen]
 
 
 @contextlib.contextmanager
 def plain_code(model: nn.Module) -> Iterator[None]:
-    """Within the block a model runs as it is written: a probe of a few tokens must not cost a compilation."""
+    """Within the block models run uncompiled, so that a probe of a few tokens costs no compilation."""
     regions = compiled_regions(model)
     for region in regions:
         region.is_on = False

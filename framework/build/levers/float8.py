@@ -1,7 +1,7 @@
 """`training.fp8`: linear layers of the blocks that multiply in 8-bit floats; of trained weights through torchao.
 
 Trained weights stay in their dtype and are cast for each product, so a checkpoint is as without. The frozen base of an
-adapter is held in 8 bits. The head is left out: its products are the ones that rounding hurts most, and a chunked loss
+adapter is stored in 8 bits. The head is left out: its products are the most sensitive to rounding, and a chunked loss
 calls it separately.
 
 A weight of the frozen base becomes e4m3 with a float32 scale for each row (`rowwise`) or one in all (`tensorwise`); so
@@ -27,13 +27,14 @@ from framework.schema.training import TrainingParams
 HELD = torch.float8_e4m3fn
 LARGEST = float(torch.finfo(HELD).max)
 TINIEST = 1e-12
-"""Smallest of the largest elements: a row of zeros has a scale too."""
+"""Lower bound of a row's largest element, so that a row of zeros has a scale too."""
 ROWS_AT_ONCE = 1024
 """Rows of a matrix that are converted together, so that the temporaries stay below 0.3 GiB."""
 
 
 class Float8Base(nn.Linear):
-    """A frozen linear layer whose weight, `[out, in]`, is held in e4m3; `scales` is float32 `[out, 1]` or `[1, 1]`."""
+    """A frozen linear layer whose weight, `[out, in]`, is stored in e4m3; `scales` is float32 `[out, 1]` or `[1,
+    1]`."""
 
     scales: Tensor
     computed: torch.dtype
@@ -74,7 +75,7 @@ def quantized(values: Tensor, is_rowwise: bool) -> tuple[Tensor, Tensor]:
 def multiplied(left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`left @ right` of e4m3 `[m, k]` and `[k, n]`, the second with its columns first in memory, times both scales.
 
-    Without a card the numbers are multiplied in float32, which is what a card's accumulators hold.
+    On the CPU the product is computed in float32, as in a card's accumulators.
     """
     if left.device.type == "cpu":
         return ((left.float() @ right.float()) * left_scales * right_scales).to(dtype)
@@ -86,7 +87,7 @@ def multiplied(left: Tensor, right: Tensor, left_scales: Tensor, right_scales: T
 
 
 def hold_in_float8(layer: nn.Linear, kind: Fp8) -> None:
-    """Turn a frozen layer into a Float8Base: the weight in few bits takes the place of the one that there was."""
+    """Turn a frozen layer into a Float8Base, replacing its weight."""
     weight, is_rowwise = layer.weight.data, kind is Fp8.ROWWISE
     largest = torch.linalg.vector_norm(weight, float("inf"), dim=1 if is_rowwise else None, dtype=torch.float32)
     scales = largest.view(-1, 1).clamp(min=TINIEST) / LARGEST
@@ -102,11 +103,11 @@ def hold_in_float8(layer: nn.Linear, kind: Fp8) -> None:
 
 
 EDGE = 16
-"""Both sides of a matrix must be multiples of it (cuBLAS). Rows of a batch need not be: torchao pads them."""
+"""Both sides of a matrix must be multiples of it (cuBLAS). Rows of a batch need not: torchao pads them."""
 
 
 def require_torchao() -> None:
-    """Raises RequestError when the package is not installed: a plan too runs its layers."""
+    """Raise RequestError if the package is not installed; a plan needs its layers too."""
     if importlib.util.find_spec("torchao") is None:
         message = "fp8 products need the package torchao, which is not installed"
         raise RequestError([Problem("training.fp8", message, expected="pip install torchao, or training.fp8: none")])
@@ -139,7 +140,7 @@ def float8_config(recipe: str, emulate: bool = False) -> Any:
 
 
 def linear_layers(model: nn.Module, frozen: bool) -> list[str]:
-    """Names of the linear layers below the head whose sides fit: all, or those of an adapter's frozen base."""
+    """Names of the linear layers below the head with suitable sizes: all, or those of an adapter's frozen base."""
     head = head_layers(causal_model(model))
     return [
         name

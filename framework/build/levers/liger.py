@@ -1,14 +1,15 @@
 """Liger's Triton kernels for the norms, MLPs and rotary positions of one model, and of no other.
 
-Liger replaces names in transformers' files: classes, and the function that rotates queries and keys, which every model
-of the process would find from then on. Here each such name is put back, and the modules of this model that call a
-replaced function get a forward of their own that finds Liger's.
+Liger replaces names in transformers' modules: classes, and the function that rotates queries and keys, for every model
+of the process. Here each name is restored, and the modules of this model that call a replaced function get their own
+forward that uses Liger's.
 
-What Liger has and is left out:
+Not used from Liger:
 - its loss. Ours is a sum that is divided by the tokens of the global batch, and `model.chunked_loss` never builds the
   logits either, on any device, 12 ms (1B, 8,192 tokens) to 51 ms (0.6B, 16,384) faster on an H100
   (docs/evidence/speed.md);
-- its experts, which know neither autocast nor frozen weights and wait for the host: transformers' own stay.
+- its experts, which support neither autocast nor frozen weights and synchronize with the host: transformers' own are
+  used.
 """
 
 import contextlib
@@ -38,13 +39,13 @@ _ACTIVATIONS = {"SwiGLU": "silu", "Top2MLP": "silu", "GEGLU": "gelu_pytorch_tanh
 
 
 def refuse_unknown_to_liger(params: ModelParams, architecture: PretrainedConfig) -> None:
-    """Raises RequestError, before anything is built, where Liger is not installed or has nothing for this model."""
+    """Raise RequestError, before anything is built, if Liger is not installed or does not support this model."""
     if params.enable_liger_kernel is not True:
         return
     missing = [name for name in (_PACKAGE, "triton") if importlib.util.find_spec(name) is None]
     if missing:
         names = " and ".join(missing).replace("_", "-") + (" are" if len(missing) > 1 else " is")
-        message = f"the real package is run, in a plan too, and {names} not installed"
+        message = f"a plan needs the real package too, and {names} not installed"
         raise RequestError([Problem(KEY, message, expected=f"pip install liger-kernel triton, or {INSTEAD}")])
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -54,15 +55,15 @@ def refuse_unknown_to_liger(params: ModelParams, architecture: PretrainedConfig)
 
 
 def use_liger_kernels(params: ModelParams, model: PreTrainedModel) -> None:
-    """Give the modules of `model` Liger's kernels, when that was asked for. Names and weights stay as they are.
+    """Replace modules of `model` by Liger's kernels, if requested. Names and weights do not change.
 
-    Raises RequestError for a model whose MLPs compute something else than Liger's would.
+    Raises RequestError for a model whose MLPs have another activation than Liger's.
     """
     if params.enable_liger_kernel is not True:
         return
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-    # at its first rotation it lists, as warnings, what the kernels of other vendors lack
+    # at its first rotation it warns about kernels of other vendors
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     try:
         with _names_put_back() as replaced:
@@ -73,7 +74,7 @@ def use_liger_kernels(params: ModelParams, model: PreTrainedModel) -> None:
     for module in model.modules():
         kernel = _origin(module.forward)
         if kernel is None:
-            # Let the forward of `module` alone find the replacements of the functions that it calls.
+            # Only this module's forward uses the replaced functions.
             forward: Any = type(module).forward
             code = getattr(inspect.unwrap(forward), "__code__", None)
             called = {
@@ -92,15 +93,15 @@ def use_liger_kernels(params: ModelParams, model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def _names_put_back() -> Iterator[dict[str, dict[str, Any]]]:
-    """At the end of the block, transformers' files and torch.nn have the names they had before.
+    """Context after which transformers' modules and torch.nn have their original names.
 
-    Yields what was replaced: file -> name of a function -> its replacement.
+    Yields the replacements: module -> name of a function -> its replacement.
     """
     replaced: dict[str, dict[str, Any]] = {}
     files = [file for name, file in sys.modules.items() if name.startswith("transformers.models.")]
     owners: list[ModuleType] = [file for file in (*files, nn, nn.functional) if isinstance(file, ModuleType)]
     before = [dict(vars(owner)) for owner in owners]
-    activations = dict(dict.items(ACT2FN))  # its own items() make an instance of each
+    activations = dict(dict.items(ACT2FN))  # its own items() would instantiate each
     try:
         yield replaced
     finally:
@@ -115,7 +116,7 @@ def _names_put_back() -> Iterator[dict[str, dict[str, Any]]]:
 
 
 def _finding(function: Any, names: Mapping[str, Any]) -> Any:
-    """A copy of `function` that finds `names` where it would look for those of its file; decorators are copied too."""
+    """A copy of `function`, with its decorators, that sees `names` in place of its module's globals."""
     inner = getattr(function, "__wrapped__", None)
     cells: tuple[CellType, ...] = function.__closure__ or ()
     found = function.__globals__ if inner is not None else {**function.__globals__, **names}
@@ -126,7 +127,7 @@ def _finding(function: Any, names: Mapping[str, Any]) -> Any:
     copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
     vars(copy).update(vars(function))
     if inner is not None and any(cell.cell_contents is copied for cell in cells):
-        vars(copy)["__wrapped__"] = copied  # else the decorator calls the old one, which a reader is to see
+        vars(copy)["__wrapped__"] = copied  # otherwise the decorator would call the original
     return copy
 
 
@@ -140,7 +141,7 @@ def _refuse_other_activation(module: nn.Module, name: str) -> None:
 
 
 def liger_kernels(module: nn.Module) -> Counter[str]:
-    """Names of Liger's classes and functions that the forwards of `module` and of all in it run, with how often."""
+    """Names of Liger's classes and functions used by `module` and its submodules, with counts."""
     return Counter(name for inner in module.modules() for name in _names_in(inner))
 
 
@@ -159,7 +160,7 @@ def _names_in(module: nn.Module) -> Iterator[str]:
 
 
 def _origin(forward: Any) -> str | None:
-    """The class of Liger that a forward is of; None for one that is not Liger's."""
+    """The Liger class of a forward; None if it is not Liger's."""
     function = getattr(forward, "__func__", forward)
     of_liger = str(getattr(function, "__module__", "")).startswith(f"{_PACKAGE}.")
     return str(function.__qualname__).partition(".")[0] if of_liger else None

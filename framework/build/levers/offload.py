@@ -1,10 +1,10 @@
-"""`training.activation_offload`: what blocks keep for backward waits in host memory.
+"""`training.activation_offload`: tensors that blocks keep for backward wait in host memory.
 
-Copies run on a stream of their own. Forward: while block i computes, what block i - 1 keeps is on its way to the host;
-only when it has arrived is its device memory given back. Backward: while block i computes, what block i - 1 kept comes
-back. So the device holds what two blocks keep. All device memory is taken and given back on the stream that computes,
-so that the plan, which has no streams, sees the same. Own code; the idea is that of torchtune's OffloadActivations and
-of Unsloth, which offloads the inputs of checkpointed blocks: here a checkpointed block keeps nothing else.
+Copies run on a separate stream. Forward: while block i computes, the tensors of block i - 1 are copied to the host, and
+their device memory is freed when the copy is done. Backward: while block i computes, those of block i - 1 are copied
+back. So the device holds the tensors of two blocks. All device memory is allocated and freed on the compute stream, so
+that the plan, which has no streams, sees the same. Own code; the idea is that of torchtune's OffloadActivations and of
+Unsloth, which offloads the inputs of checkpointed blocks: a checkpointed block keeps nothing else.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from framework.build.place import Place
 
 
 def could_not_pin(size: int, reason: str) -> str:
-    """The failure in words, which `tunesmith explain` knows too."""
+    """Message of the failure, which `tunesmith explain` recognizes."""
     return f"could not pin {size / 2**30:.2f} GiB of host memory ({reason})"
 
 
 @contextlib.contextmanager
 def pinning(size: int) -> Iterator[None]:
-    """Within the block `size` bytes of host memory are pinned, by torch. What CUDA says when it cannot ("invalid
-    argument", "out of memory") sounds like the card's. Raises RuntimeError that says so; other errors pass."""
+    """Context in which torch pins `size` bytes of host memory. CUDA's errors for failures ("invalid argument", "out of
+    memory") look like the card's, so they are raised as a RuntimeError that names the cause; other errors pass."""
     try:
         yield
     except RuntimeError as error:
@@ -41,13 +41,13 @@ def pinning(size: int) -> Iterator[None]:
 
 
 LEAST_BYTES = 1 << 20
-"""Smaller tensors stay on the device: a copy costs more than they take."""
+"""Minimum bytes of an offloaded tensor; copying smaller ones costs more than it saves."""
 _WEIGHT_CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")
 _MOST_CASTS = 3
 
 
 class Kept:
-    """One storage that a block keeps: `device` until it has left and once it is back, `host` in between."""
+    """One kept storage: on `device` before it is sent and after it is fetched, on `host` in between."""
 
     def __init__(self, flat: Tensor, host: Tensor, visit: "Visit") -> None:
         self.device: Tensor | None = flat
@@ -56,7 +56,7 @@ class Kept:
 
 
 class Visit:
-    """One pass of a block forward, with what it keeps: alive as long as autograd needs it."""
+    """One forward pass of a block with its kept tensors, alive as long as autograd needs it."""
 
     def __init__(self) -> None:
         self.kept: list[weakref.ref[Kept]] = []
@@ -71,7 +71,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Handle:
-    """What autograd holds instead of a saved tensor: its storage and the view of it."""
+    """Object that autograd holds instead of a saved tensor: its storage and view."""
 
     kept: Kept
     size: torch.Size
@@ -80,7 +80,7 @@ class Handle:
 
 
 class Offload:
-    """Moves what blocks keep to the host and back. `moved_bytes` counts what has left the device."""
+    """Moves kept tensors of blocks to the host and back. `moved_bytes` counts bytes sent to the host."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -89,13 +89,13 @@ class Offload:
         self._visits: list[weakref.ref[Visit]] = []
         self._leaving: Visit | None = None
         self._seen: dict[tuple[int, int, torch.dtype], Kept] = {}  # (storage, version, dtype) of this visit
-        self._staying: set[int] = set()  # storages of weights, and of what all blocks share
+        self._staying: set[int] = set()  # storages of weights, and of tensors that all blocks share
         self._visit = Visit()
         self.moved_bytes = 0
 
     @contextlib.contextmanager
     def block(self, function: Callable[..., Any], is_last: bool) -> Iterator[None]:
-        """Within it, one block runs forward; `function` has the block and its keywords bound to it."""
+        """Context of one block's forward pass; `function` has the block and its keywords bound to it."""
         self._visit = visit = Visit()
         self._visits = [reference for reference in self._visits if (old := reference()) is not None and old.alive]
         self._visits.append(weakref.ref(visit))
@@ -112,7 +112,7 @@ class Offload:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Give back the device memory of what the block before has sent, once it has arrived."""
+        """Free the device memory of the previous block's tensors once their copies are done."""
         if self._leaving is not None:
             self._wait(self._leaving.departure)
             for kept in self._leaving.alive:
@@ -126,7 +126,7 @@ class Offload:
         is_whole = storage.nbytes() % tensor.element_size() == 0
         is_large = is_ours and is_whole and storage.nbytes() >= LEAST_BYTES
         if not is_large or storage._cdata in self._staying or _is_cast_weight(tensor):
-            # With its node a tensor would be held by what it holds: a pass that ends early would never be freed.
+            # Without detach a tensor would be part of a reference cycle, and an aborted pass would never be freed.
             return tensor.detach() if tensor.grad_fn is not None else tensor
         key = (storage._cdata, tensor._version, tensor.dtype)
         if key not in self._seen:
@@ -155,7 +155,7 @@ class Offload:
         return saved.kept.device.as_strided(saved.size, saved.stride, saved.offset)
 
     def _have_back(self, visit: Visit) -> None:
-        """Everything of the block is on the device; what the block before it kept is on its way."""
+        """Ensure that the block's tensors are on the device, and start fetching those of the block before."""
         if visit.is_back:
             return
         self._fetch(visit)
@@ -182,7 +182,7 @@ class Offload:
     # -- streams
     @contextlib.contextmanager
     def _on_side(self) -> Iterator[None]:
-        """Copies within start when all that was queued before is done, and run next to what is queued after."""
+        """Context of copies that start after all queued work and overlap with work queued later."""
         if self._side is None:
             yield
             return
@@ -199,8 +199,9 @@ class Offload:
 
 
 def _shared(function: Callable[..., Any]) -> Iterator[Tensor]:
-    """The block's own weights, and those of its keywords that need no gradient: masks and rotations, held by the
-    model for all blocks. transformers binds the block as an argument, and before 5.2x as the owner of the method."""
+    """Tensors that are not offloaded: the block's weights, and keywords without gradients, such as masks and rotations,
+    which the model shares between blocks. transformers binds the block as an argument, and before 5.2x as the owner of
+    the method."""
     owner = getattr(getattr(function, "func", None), "__self__", None)
     for module in (owner, *getattr(function, "args", ())):
         if isinstance(module, nn.Module):
@@ -220,7 +221,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_cast_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a trained weight in the dtype of autocast, which holds it for the whole forward pass."""
+    """Whether a tensor is a weight in autocast's cache, which keeps it for the whole forward pass."""
     node: Any = tensor.grad_fn
     for _ in range(_MOST_CASTS):
         if node is None or node.name() not in _WEIGHT_CASTS:

@@ -1,9 +1,10 @@
-"""`model.offload_frozen_base`: frozen weights of the transformer blocks stay in host memory and visit the device.
+"""`model.offload_frozen_base`: frozen weights of the transformer blocks stay in host memory and are streamed to the
+device.
 
-Each block's frozen weights are one run of bytes at home, pinned on a GPU machine. The device has two slots; block i
-comes to slot i mod 2 while the block before it (behind it, in backward) computes. What autograd has saved of a weight,
-the parameter itself or a view of it, stays valid: the parameter's data is swapped between home and slot, and a view
-reads the slot, into which the same block has come again before its backward begins. Copying into a slot changes no
+Each block's frozen weights are one contiguous buffer on the host (its home), pinned on a GPU machine. The device has
+two slots; block i is copied to slot i mod 2 while the block before it (after it, in backward) computes. Weights saved
+by autograd, the parameter or a view of it, stay valid: the parameter's data is swapped between home and slot, and a
+view reads the slot, into which the block is copied again before its backward. Copying into a slot changes no
 parameter's version counter, since `parameter.data = ...` shares bytes and not the counter.
 """
 
@@ -27,7 +28,7 @@ _ALIGNMENT, _PAGE = 256, 4096
 
 
 def loading_place(place: Place) -> Place:
-    """Where a base that will be streamed is loaded and adapted: in host memory."""
+    """The place where a streamed base is loaded and adapted: host memory."""
     return place if place.rehearsed else Place(torch.device("cpu"), place.kind)
 
 
@@ -55,30 +56,30 @@ class Block:
         self._parameters = parameters
 
     def connect(self, slot: Tensor) -> None:
-        """Say which bytes of the device the block goes to."""
+        """Assign the block's slot on the device."""
         on_device = _views(self._parameters, slot)
         self.parts = list(zip(self._parameters, self.views, on_device, strict=True))
 
     def show(self, on_device: bool) -> None:
-        """Let the parameters be what is in the slot, or what is at home."""
+        """Point the parameters to the slot or to the home."""
         for parameter, home, slot in self.parts:
             parameter.data = slot if on_device else home
 
 
 class StreamedBase:
-    """The blocks whose frozen weights live on the host, with the hooks that bring them to the device and back.
+    """Streams the blocks' frozen weights from the host by hooks.
 
-    `copied_bytes` counts what has gone to the device.
+    `copied_bytes` counts bytes copied to the device.
     """
 
     def __init__(self, model: nn.Module, place: Place) -> None:
-        """Move the frozen weights of `model`'s blocks home, and everything else to the place's device.
+        """Move the frozen weights of `model`'s blocks to the host, and everything else to the place's device.
 
-        Raises RequestError for a model without blocks, and where the host's memory cannot be pinned.
+        Raises RequestError for a model without blocks, and if host memory cannot be pinned.
         """
         modules = blocks_of(model)
         if not modules:
-            message = "this model class has no blocks to bring one after the other"
+            message = "this model class has no blocks to stream"
             raise RequestError([Problem(KEY, message, expected="false, or peft.q_lora=true for a smaller base")])
         self.place = place
         self.copied_bytes = 0
@@ -93,7 +94,7 @@ class StreamedBase:
             block.connect(self.slots[number % SLOTS])
         self._held: dict[int, int] = {}  # slot -> block in it
         self._shown: set[int] = set()
-        self._task = -1  # autograd's number of the backward pass that was seen last
+        self._task = -1  # id of autograd's last backward pass
         is_real_card = place.kind == "cuda" and not place.rehearsed
         self._stream = torch.cuda.Stream(place.device) if is_real_card else None  # type: ignore[no-untyped-call]
         self._arrived = [torch.cuda.Event() for _ in self.slots] if is_real_card else []  # type: ignore[no-untyped-call]
@@ -104,7 +105,7 @@ class StreamedBase:
         home = _host_bytes(size, self.place)
         block = Block(parameters, home)
         if self.place.kind == "cuda" and not self.place.rehearsed and size:
-            # Pin where it lies. torch's own pinned memory would be a second copy, in sizes of powers of two.
+            # Pin in place. torch's pinned memory would be a second copy, rounded up to powers of two.
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = int(runtime.cudaHostRegister(home.data_ptr(), -(-len(home) // _PAGE) * _PAGE, 0))
             if error:
@@ -123,15 +124,15 @@ class StreamedBase:
 
     @property
     def bytes_per_micro_batch(self) -> int:
-        """What goes over the link in one forward and backward pass: the blocks that are not in a slot already."""
+        """Bytes copied in one forward and backward pass: the blocks that are not already in a slot."""
         return sum(map(len, self.homes[SLOTS:])) + self.bytes_in_backward if len(self.homes) > SLOTS else 0
 
     @property
     def bytes_in_backward(self) -> int:
-        """What of it goes in the backward pass, which begins with the last blocks in the slots."""
+        """Bytes copied in the backward pass, which starts with the last blocks in the slots."""
         return sum(map(len, self.homes[:-SLOTS]))
 
-    # -- what happens around a block
+    # -- hooks of a block
     def _hook(self, module: nn.Module, number: int) -> Iterator[Any]:
         yield module.register_forward_pre_hook(lambda module, inputs: self._before_forward(number), prepend=True)
         yield module.register_forward_hook(
@@ -139,7 +140,7 @@ class StreamedBase:
         )
 
     def _before_forward(self, number: int) -> None:
-        if _in_backward():  # a checkpoint computes the block again
+        if _in_backward():  # a checkpoint recomputes the block
             self._before_backward(number)
         else:
             self._use(number)
@@ -154,7 +155,7 @@ class StreamedBase:
             hidden.register_hook(lambda grad: self._before_backward(number))  # type: ignore[no-untyped-call]
 
     def _before_backward(self, number: int) -> None:
-        """The gradient of the block's output is complete: the blocks after it have done their backward."""
+        """Called when the gradient of the block's output is complete, after the backward of later blocks."""
         if self._task != torch._C._current_graph_task_id():
             self._task = torch._C._current_graph_task_id()
             engine: Any = torch.autograd.Variable._execution_engine
@@ -168,7 +169,7 @@ class StreamedBase:
 
     # -- moving
     def _use(self, number: int) -> None:
-        """Have the block in its slot, as far as the current stream knows, and its parameters alone point there."""
+        """Bring the block into its slot, ordered on the current stream, with only its parameters pointing there."""
         self._hide_but(number)
         self._fetch(number)
         if self._stream is not None:
@@ -176,7 +177,7 @@ class StreamedBase:
         self._show(number, on_device=True)
 
     def _fetch(self, number: int) -> None:
-        """Start the block's copy into its slot unless it is there. Whatever the slot was last used for is queued."""
+        """Start the block's copy into its slot unless it is there, after the slot's last use."""
         slot = number % SLOTS
         if not 0 <= number < len(self.blocks) or self._held.get(slot) == number:
             return
@@ -199,7 +200,7 @@ class StreamedBase:
         (self._shown.add if on_device else self._shown.discard)(number)
 
     def dissolve(self, model: nn.Module) -> None:
-        """Give every parameter memory of its own on the host, and take the hooks away: the model is whole again."""
+        """Restore a plain model: separate host memory for every parameter, and no hooks."""
         for handle in self._handles:
             handle.remove()
         if self._stream is not None:
@@ -218,14 +219,14 @@ def _in_backward() -> bool:
 
 
 def move_rest(model: nn.Module, device: torch.device, but: set[nn.Parameter]) -> None:
-    """Move parameters and buffers to `device`, all but some."""
+    """Move parameters and buffers to `device`, except some."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor not in but and tensor.device.type != device.type and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
 
 
 def _streamable(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
-    """The frozen parameters of each block; what blocks share with each other or with the rest stays on the device."""
+    """The frozen parameters of each block; shared ones stay on the device."""
     owned = [set(module.parameters()) for module in modules]
     within = {inner for module in modules for inner in module.modules()}
     outside = {
@@ -261,7 +262,7 @@ def _bytes(size: int, device: torch.device) -> Tensor:
 
 
 def _host_bytes(size: int, place: Place) -> Tensor:
-    """Pages of the host that nothing else shares, to be pinned apart; `is_pinned` looks at where a storage starts."""
+    """Host pages of their own, to be pinned separately, since `is_pinned` checks the start of a storage."""
     if place.rehearsed:
         return _bytes(size, place.device)
     if size == 0:

@@ -1,8 +1,8 @@
-"""The models whose weights a run reads and does not write: what they were, so that a change of them is found.
+"""Records of the frozen models that a run reads (an adapter's base, a teacher), to detect changes of them.
 
-An adapter means nothing without the weights that it was trained beside; a teacher and a reference decide what is
-learned. Of each model a run records a digest of its weights and its architecture, and compares them when it goes on and
-when its adapter is used.
+An adapter is useless without the weights that it was trained on, and a teacher or reference determines the result. A
+run records a digest of the weights and the architecture of each, and compares them on resume and when its adapter is
+used.
 """
 
 import contextlib
@@ -36,15 +36,16 @@ from framework.schema.plural import counted
 
 TEACHER_KEY = "training.teacher"
 MISSING_WORDS = 0.01
-"""Share of the tokens that the teacher's tokenizer may lack: a family's next release has a few special tokens more."""
+"""Share of the tokens that the teacher's tokenizer may lack: a family's next release adds a few special tokens."""
 
 
 def teachers_config(config: TrainingConfig) -> TrainingConfig:
-    """A config whose model is the teacher of this one, on the same rows; one to be packed as the base of an adapter."""
+    """A config with the teacher as its model, on the same rows; a quantized teacher is described like the base of an
+    adapter."""
     teacher = config.training.teacher
     if teacher is None:
         expected = "a model_name, or an architecture"
-        raise RequestError([Problem(TEACHER_KEY, "there is no teacher to distil from", expected=expected)])
+        raise RequestError([Problem(TEACHER_KEY, "there is no teacher to distill from", expected=expected)])
     model = ModelParams(
         model_name=teacher.model_name,
         architecture=teacher.architecture,
@@ -64,8 +65,8 @@ def teachers_config(config: TrainingConfig) -> TrainingConfig:
 def read_teacher(config: TrainingConfig, student: PretrainedConfig) -> PretrainedConfig:
     """The teacher's Hugging Face config.
 
-    Raises RequestError where it cannot be read, is stored packed, has another vocabulary than the student, fewer
-    positions than a row has tokens, or mixes the documents of a row.
+    Raises RequestError if it cannot be read, is stored quantized, has another vocabulary size than the student, has
+    fewer positions than a row, or mixes the documents of a row.
     """
     of_teacher = teachers_config(config)
     with as_teachers():
@@ -73,13 +74,13 @@ def read_teacher(config: TrainingConfig, student: PretrainedConfig) -> Pretraine
         refuse_leaks(of_teacher, architecture)
     if getattr(architecture, "quantization_config", None) is not None and config.training.teacher is not None:
         message = (
-            f"the weights of {config.training.teacher.model_name} are stored packed, which no plan knows the size of"
+            f"the weights of {config.training.teacher.model_name} are stored quantized, so their size cannot be planned"
         )
-        expected = f"the checkpoint that they were packed from, with {TEACHER_KEY}.bits=4, which packs it as it loads"
+        expected = f"the original checkpoint, with {TEACHER_KEY}.bits=4, which quantizes it as it loads"
         raise RequestError([Problem(f"{TEACHER_KEY}.model_name", message, expected=expected)])
-    words, own = (item.get_text_config().vocab_size for item in (architecture, student))
-    if words != own:
-        message = f"the teacher has {words:,} tokens in its vocabulary, the model that learns from it {own:,}"
+    theirs, own = (item.get_text_config().vocab_size for item in (architecture, student))
+    if theirs != own:
+        message = f"the teacher has {theirs:,} tokens in its vocabulary, the student {own:,}"
         raise RequestError([Problem(f"{TEACHER_KEY}.model_name", message, expected="a teacher of the same family")])
     settings = architecture.get_text_config().to_dict()
     positions = position_count(settings)
@@ -90,7 +91,7 @@ def read_teacher(config: TrainingConfig, student: PretrainedConfig) -> Pretraine
 
 
 def build_teacher(config: TrainingConfig, place: Place, computed: torch.dtype | None) -> nn.Module:
-    """The teacher on its place, frozen and for inference. Raises RequestError as `build_model` does."""
+    """The teacher on its device, frozen and in eval mode. Raises RequestError as `build_model` does."""
     of_teacher = teachers_config(config)
     if of_teacher.peft.q_lora:
         require_bitsandbytes(f"{TEACHER_KEY}.bits", "unset (the teacher in bfloat16)")
@@ -103,8 +104,8 @@ def build_teacher(config: TrainingConfig, place: Place, computed: torch.dtype | 
 
 
 def refuse_other_words(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises RequestError where a token of the rows is another token to the teacher. One that comes without a tokenizer
-    is taken at the size of its vocabulary."""
+    """Raise RequestError if token ids differ between the tokenizers of student and teacher. A teacher without a
+    tokenizer is only compared by vocabulary size."""
     try:
         theirs = build_tokenizer(teachers_config(config), ()).get_vocab()
     except RequestError:
@@ -118,13 +119,13 @@ def refuse_other_words(config: TrainingConfig, tokenizer: PreTrainedTokenizerBas
             if other
             else f"{counted(missing, 'token is', 'tokens are')} missing"
         )
-        message = f"the teacher's tokenizer is not the one of the rows: {what}"
+        message = f"the teacher's tokenizer differs from the student's: {what}"
         raise RequestError([Problem(f"{TEACHER_KEY}.model_name", message, expected="a teacher of the same family")])
 
 
 @contextlib.contextmanager
 def as_teachers() -> Iterator[None]:
-    """What is found wrong with `model` inside is raised of `training.teacher`."""
+    """Reraise problems with keys of `model` under `training.teacher`."""
     try:
         yield
     except RequestError as error:
@@ -134,26 +135,26 @@ def as_teachers() -> Iterator[None]:
 
 
 BASE, TEACHER = "model.base", "training.teacher"
-"""What `--allow` calls the model that is trained or adapted, and the one that is distilled from."""
+"""`--allow` names of the trained or adapted model, and of the teacher."""
 ALLOWED_MODELS = (BASE, TEACHER)
 WHOLE_BYTES = 256 << 20
 """A checkpoint of at most this many bytes is hashed whole: a second on two cores of an EPYC."""
 BLOCKS, BLOCK_BYTES = 16, 4096
-"""Of each tensor of a larger one so many blocks, evenly spaced, its first and last bytes among them: 39 MB of the 723
-tensors of Llama 3.1 70B (benchmarks/results/base_digest_cpu.json). Training and merging change a tensor all over, so
-that some of its blocks change."""
+"""Number and size of the blocks that are hashed of each tensor of a larger checkpoint, evenly spaced including its
+first and last bytes: 39 MB for the 723 tensors of Llama 3.1 70B (benchmarks/results/base_digest_cpu.json). Training and
+merging change a tensor everywhere, so some of its blocks change."""
 _VOLATILE = (
     *("transformers_version", "_name_or_path", "architectures", "use_cache", "dtype", "torch_dtype", "pad_token_id"),
     *("num_labels", "id2label", "label2id", "problem_type", "attn_implementation", "_attn_implementation"),
     *("output_router_logits", "router_aux_loss_coef"),
     *("return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder"),
 )
-"""Keys of a Hugging Face config that change nothing of what the model's body computes, or that a run sets itself."""
+"""Keys of a Hugging Face config that do not affect the model's body, or that a run sets itself."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A model as it was read. `weights` is None where they are not stored as safetensors, or were drawn at random, with
+    """Record of a model. `weights` is a digest, None if they are not safetensors or were initialized at random, with
     the fingerprint `drawn`; `commit` is that of a hub model."""
 
     name: str | None
@@ -167,12 +168,12 @@ class Base:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "Base":
-        """Raises ValueError for what is no such record."""
+        """Parse a record. Raises ValueError if it is not one."""
         try:
             names = {name: document.get(name) for name in ("name", "weights", "commit", "drawn")}
             return cls(**names, architecture=dict(document["architecture"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"is no record of a model: {type(error).__name__} {error}") from None
+            raise ValueError(f"is not a record of a model: {type(error).__name__} {error}") from None
 
 
 def models_read(
@@ -188,12 +189,12 @@ def models_read(
 
 
 def read_bases(config: TrainingConfig, architecture: PretrainedConfig) -> dict[str, Base]:
-    """What each model that a settled config reads is now. Raises RequestError where its files are damaged."""
+    """Current records of the models that a resolved config reads. Raises RequestError if files are damaged."""
     return {name: read_base(about, shape) for name, about, shape in models_read(config, architecture)}
 
 
 def read_base(config: TrainingConfig, architecture: PretrainedConfig) -> Base:
-    """The record of `config.model`. Reads some of its weights: seconds also where they are 140 GB."""
+    """Record of `config.model`. Reads a part of its weights: seconds even for 140 GB."""
     model = config.model
     has_weights = model.load_pretrained_weights and model.model_name is not None
     files = checkpoint_files(model) if has_weights else []
@@ -204,7 +205,8 @@ def read_base(config: TrainingConfig, architecture: PretrainedConfig) -> Base:
 
 
 def differences(before: Base, now: Base, weights_matter: bool = True) -> list[str]:
-    """What has changed of a model, in words. Of its weights where they matter: a checkpoint may hold all of them."""
+    """Differences between two records, as text. Weights are compared only if they matter, since a checkpoint may
+    contain all of them."""
     found = []
     for key in sorted(before.architecture.keys() & now.architecture.keys()):
         old, new = before.architecture[key], now.architecture[key]
@@ -214,13 +216,13 @@ def differences(before: Base, now: Base, weights_matter: bool = True) -> list[st
     if weights_matter and is_known and before.weights != now.weights:
         found.append("its weights have other values")
     if weights_matter and None not in (before.drawn, now.drawn) and before.drawn != now.drawn:
-        found.append("its weights are drawn at random, and come out otherwise on this device or with these versions")
+        found.append("its weights are initialized at random, and differ on this device or with these versions")
     return found
 
 
 def weights_digest(files: list[Path]) -> str:
-    """A digest of the tensors in safetensors files, whatever file each is in: names, dtypes, shapes and values, all of
-    them or blocks of each (see `WHOLE_BYTES`). Raises RequestError for a file that cannot be read."""
+    """Digest of the tensors in safetensors files, independent of their distribution over files: names, dtypes, shapes
+    and values, all or blocks of each (see `WHOLE_BYTES`). Raises RequestError for a file that cannot be read."""
     whole = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
     found: dict[str, bytes] = {}
     for file in files:
@@ -242,15 +244,15 @@ def _tensor_digests(file: Path, whole: bool) -> Iterator[tuple[str, bytes]]:
             if name == "__metadata__":
                 continue
             begin, end = tensor["data_offsets"]
-            said = hashlib.blake2b(f"{name} {tensor['dtype']} {tensor['shape']}".encode(), digest_size=16)
+            digest = hashlib.blake2b(f"{name} {tensor['dtype']} {tensor['shape']}".encode(), digest_size=16)
             for start, size in _blocks(end - begin, whole):
                 stored.seek(8 + length + begin + start)
-                said.update(stored.read(size))
-            yield name, said.digest()
+                digest.update(stored.read(size))
+            yield name, digest.digest()
 
 
 def _blocks(size: int, whole: bool) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of what is read of a tensor of `size` bytes."""
+    """(start, bytes) of the hashed blocks of a tensor of `size` bytes."""
     if whole or size <= BLOCKS * BLOCK_BYTES:
         step = 1 << 24
         yield from ((start, min(step, size - start)) for start in range(0, size, step))
@@ -259,7 +261,7 @@ def _blocks(size: int, whole: bool) -> Iterator[tuple[int, int]]:
 
 
 def _stable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A Hugging Face config as JSON holds it, without `_VOLATILE` keys."""
+    """A Hugging Face config as JSON, without `_VOLATILE` keys."""
     plain: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str))
     kept = {key: value for key, value in plain.items() if key not in _VOLATILE}
     return {key: _stable(value) if isinstance(value, dict) else value for key, value in kept.items()}
@@ -268,8 +270,8 @@ def _stable(settings: Mapping[str, Any]) -> dict[str, Any]:
 def check_all_weights(
     config: TrainingConfig, architecture: PretrainedConfig, in_folders: bool = False
 ) -> Iterator[Problem]:
-    """What of the checkpoints that a run reads is left over, as a warning each; with `in_folders` of those that lie in
-    a folder here. Raises RequestError as `check_weights` does."""
+    """A warning for each checkpoint of a run with unused weights; with `in_folders` only for local folders. Raises
+    RequestError as `check_weights` does."""
     for name, about, shape in models_read(config, architecture):
         if in_folders and local_folder(str(about.model.model_name)) is None:
             continue
@@ -278,5 +280,5 @@ def check_all_weights(
             left_over = check_weights(about, shape)
         if left_over:
             weights = counted(len(left_over), "weight", "weights")
-            message = f"the model of this task does not use {weights} of {about.model.model_name}, first {left_over[0]}"
+            message = f"this task's model does not use {weights} of {about.model.model_name}, first {left_over[0]}"
             yield Problem(key, message)

@@ -1,7 +1,7 @@
-"""Values of a Hugging Face config that no model can have, found before transformers builds one of them.
+"""Checks for impossible values of a Hugging Face config before transformers builds the model.
 
-Its config classes check types. An epsilon that is NaN makes every loss NaN, a model without layers builds, and one
-of a million builds for hours.
+Its config classes check only types: an epsilon of NaN makes every loss NaN, a model without layers builds, and one with
+a million layers builds for hours.
 """
 
 import math
@@ -18,7 +18,7 @@ from framework.schema.model import ModelParams
 MOST_LAYERS = 10_000
 """Public models have up to 126 (Llama 3.1 405B); 1,000 of ten parameters each build in seconds."""
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-"""What a transformers config calls them, whatever the family does."""
+"""transformers' common names, mapped to a family's own by `attribute_map`."""
 _NOT_NEGATIVE = ("_eps", "_epsilon", "initializer_range", "init_std")
 _FRACTIONS = ("dropout", "_pdrop", "_dropout_prob", "drop_rate")
 _POSITIVE = ("rope_theta", "rope_local_base_freq", "factor")
@@ -26,9 +26,8 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 def refuse_unreadable_values(settings: Mapping[str, Any], where: str, key: str) -> None:
-    """Raises RequestError, under `key`, for each value of a config that transformers fails to read, told in words of
-    Python: a dtype that torch does not have, a `quantization_config` that is no object, a division by no heads. `where`
-    names the config."""
+    """Raise RequestError, under `key`, for values for which transformers would raise a Python error: an unknown dtype,
+    a `quantization_config` that is not an object, 0 heads. `where` names the config."""
     problems = [
         Problem(key, f"{where} has {name} {count}", expected=works)
         for name, (count, works) in _impossible_counts(settings)
@@ -47,8 +46,8 @@ def refuse_unreadable_values(settings: Mapping[str, Any], where: str, key: str) 
 
 
 def refuse_impossible_values(architecture: PretrainedConfig, where: str, written: Container[str]) -> None:
-    """Raises RequestError for each number of a config that no model can have: under `model.model_name`, with `where` as
-    the name of the config, or where `model.architecture` has it as `written`."""
+    """Raise RequestError for impossible numbers of a config: under `model.model_name`, with `where` as the name of the
+    config, or under `model.architecture` if the key is `written` there."""
     found: dict[str, tuple[Any, str]] = {}
     for name, value in _leaves(architecture.to_dict()):
         if not isinstance(value, bool) and (works := _wanted(name, value)):
@@ -58,7 +57,7 @@ def refuse_impossible_values(architecture: PretrainedConfig, where: str, written
             called, settings = (
                 part.attribute_map,
                 part.to_dict(),
-            )  # an attribute that layers differ in cannot be asked for
+            )  # attributes that differ between layers cannot be read
             counts = {name: settings.get(called.get(name, name)) for name in _COUNTS}
             found = {called.get(name, name): wrong for name, wrong in _impossible_counts(counts)} | found
     if found:
@@ -80,11 +79,11 @@ def _impossible_counts(settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple
 
 
 def _wanted(name: str, value: Any) -> str | None:
-    """What a config should have under this name; None where what it has may be right."""
+    """The expected values of a key; None if the value may be right."""
     last = name.rpartition(".")[2]
     if not isinstance(value, int | float):
         return "a number" if last in _POSITIVE and isinstance(value, str) else None
-    if math.isnan(value) or (math.isinf(value) and last):  # a member of a list may be infinite: the end of a range
+    if math.isnan(value) or (math.isinf(value) and last):  # list items may be infinite, as the end of a range
         return "a finite number"
     if last.endswith(_NOT_NEGATIVE) and value < 0:
         return "0 or more"
@@ -96,7 +95,7 @@ def _wanted(name: str, value: Any) -> str | None:
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a config; the members of a list have the list's name and a dot behind it."""
+    """Dotted names and values of a config; list items have the list's name with a trailing dot."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{above}{name}.")
@@ -107,32 +106,32 @@ def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
 
 
 def explain_refusal(architecture: PretrainedConfig, error: Exception) -> str | None:
-    """Which key of the config it is whose value transformers has looked up in vain; None for other errors."""
+    """Message that names the config key whose value transformers looked up in vain; None for other errors."""
     if not isinstance(error, KeyError) or len(error.args) != 1:
         return None
     asked = error.args[0]
     names = [name for name, value in _leaves(architecture.to_dict()) if value == asked and type(value) is type(asked)]
     if not names:
-        return f"it looks for {asked!r}, which is not there"
+        return f"it looks for {asked!r}, which is missing"
     return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {asked!r}, which it does not know"
 
 
 KEY = "model.rope_scaling"
 FULL = "full_attention"
-"""Kind of layers that is stretched where layers differ: the others see a window of tokens."""
+"""Layer type whose positions are scaled if types differ: the others see a window of tokens."""
 
 
 def scale_positions(model: ModelParams, architecture: PretrainedConfig) -> None:
-    """Write the stretched positions into a model's config. Raises RequestError for one without rotary positions."""
+    """Set scaled positions in a model's config. Raises RequestError for one without rotary positions."""
     scaling, text = model.rope_scaling, architecture.get_text_config()
     if scaling is None:
         return
     settings = text.to_dict()
     own, positions = rope_of(settings), position_count(settings)
     if own is None or positions is None:
-        message = f"{architecture.model_type} has no rotary positions to stretch"
+        message = f"{architecture.model_type} has no rotary positions to scale"
         raise RequestError([Problem(KEY, message, expected="unset")])
-    before = own.get("original_max_position_embeddings") or positions  # of the model's own stretching of them
+    before = own.get("original_max_position_embeddings") or positions  # before the model's own scaling
     if own.get("rope_type") == RopeType.LINEAR:
         before = positions / own.get("factor", 1)
     trained = scaling.original_max_position_embeddings or int(before)
@@ -152,12 +151,12 @@ def scale_positions(model: ModelParams, architecture: PretrainedConfig) -> None:
 
 
 def stretched(scaling: RopeScaling, trained: int) -> int:
-    """Positions that a config states. Dynamic ones are stretched by the rows that come, from those trained on."""
+    """Positions in the config after scaling. Dynamic scaling depends on the row, so the original number stays."""
     return trained if scaling.rope_type is RopeType.DYNAMIC else int(trained * scaling.factor)
 
 
 def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The rotary positions of a config, of layers that see all tokens where layers differ; None where it has none."""
+    """Rotary settings of a config, of its full-attention layers if types differ; None without rotary positions."""
     rope = settings.get("rope_parameters")
     if not isinstance(rope, Mapping) or not rope:
         return None

@@ -1,12 +1,12 @@
-"""Tests of a small random model for what mixes tokens: documents of one row, or parts of a row on several ranks.
+"""Probes of a small random model: does it mix documents of a row, and can ranks split its rows?
 
-Two things must hold of a document that follows another: nothing that it predicts depends on the other (the gradient
-with respect to the other's embeddings is exactly zero, whatever the dtype), and it comes out as it does alone (its
-positions restart). State-space and linear-attention layers, and positions counted from the row's beginning, fail one.
+A document that follows another must not depend on it (the gradient with respect to the other's embeddings is exactly
+zero, in any dtype), and its output must be that of the document alone (positions restart). State-space and
+linear-attention layers, and positions counted from the beginning of the row, fail one of these.
 
-Ranks can share a row where nothing but attention mixes its tokens. Of a model whose tokens attend to themselves alone:
-a part of a row, with its positions, must give what it gives within the whole row. Convolutions, state spaces, linear
-attention and positions that are counted from the first token given fail that.
+Ranks can split a row if only attention mixes its tokens. With every token attending to itself alone, a part of a row,
+with its positions, must give the same output as within the row. Convolutions, state spaces, linear attention and
+positions counted from the first token given fail that.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from framework.schema.config import TrainingConfig
 from framework.schema.data import DataParams
 
 FIRST, SECOND = 5, 7
-"""Tokens of the two documents of the probe; the second one is looked at."""
+"""Tokens of the two documents of the probe; the second one is tested."""
 TOLERANCE = 0.1
-"""Relative difference of the median token from the document alone. Half precision differs by a few hundredths at most;
-positions that do not restart, in models that count them from the beginning, by more than a third."""
+"""Allowed relative difference of the median token from the document alone. Half precision differs by a few hundredths
+at most; positions that do not restart by more than a third."""
 _SMALL = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -47,20 +47,20 @@ _SMALL = {
     "num_experts_per_tok": 2,
     "sliding_window": 4,
 }
-"""What a model of the same kind is cut down to; where a config has a smaller value, or none, it keeps that."""
+"""Upper bounds for the config of the small model; smaller and missing values are kept."""
 
 
 def joining_key(data: DataParams) -> str | None:
-    """The key that asked for several documents in a row, if one did."""
+    """The key that requested several documents per row, if any."""
     if not data.joins_rows:
         return None
     return "data.packing" if data.packing else "data.padding_free"
 
 
 def refuse_leaks(config: TrainingConfig, architecture: PretrainedConfig) -> None:
-    """Raises RequestError, before any weight is loaded, where a small random model of this kind mixes documents.
+    """Raise RequestError, before any weight is loaded, if a small random model of this architecture mixes documents.
 
-    Kinds that cannot be cut down this way, and kernels that need a GPU, are left to the built model's own reading.
+    Architectures that cannot be cut down, and kernels that need a GPU, are tested on the built model.
     """
     key, kernel = joining_key(config.data), config.model.attn_implementation
     if key is None or kernel not in (None, Attention.EAGER, Attention.SDPA):
@@ -69,12 +69,12 @@ def refuse_leaks(config: TrainingConfig, architecture: PretrainedConfig) -> None
         small = cut_down(architecture, str(kernel) if kernel else None)
         leak = find_leak(small, torch.device("cpu")) if small is not None else None
     if leak is not None:
-        message = f"{architecture.model_type} does not keep documents in one row apart: {leak}"
+        message = f"{architecture.model_type} does not separate documents in one row: {leak}"
         raise RequestError([Problem(key, message, expected="false")])
 
 
 def find_leak(model: nn.Module, device: torch.device) -> str | None:
-    """What mixes documents in this model, or None where nothing does. Leaves the model in the mode it was in."""
+    """How this model mixes documents, or None if it does not. Restores the model's mode."""
     embedding, seen = causal_model(model).get_input_embeddings(), []
     vocabulary = causal_model(model).config.get_text_config().vocab_size
     ids = (torch.arange(FIRST + SECOND, device=device) * 5 + 3).remainder(vocabulary).unsqueeze(0)
@@ -96,20 +96,20 @@ def find_leak(model: nn.Module, device: torch.device) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        return f"it does not take what would ({one_line(error)})"
+        return f"it does not accept the arguments that would ({one_line(error)})"
     finally:
         handle.remove()
         model.train(training)
     if bool(gradient[:, :FIRST].any()):
-        return "what it predicts in one depends on the one before"
-    apart = (packed.detach() - alone).norm(dim=-1) / alone.norm(dim=-1)
-    if not float(apart.median()) < TOLERANCE:
-        return f"positions do not restart (its predictions differ by {float(apart.median()):.0%} from those alone)"
+        return "predictions in one depend on the one before"
+    distance = (packed.detach() - alone).norm(dim=-1) / alone.norm(dim=-1)
+    if not float(distance.median()) < TOLERANCE:
+        return f"positions do not restart (its predictions differ by {float(distance.median()):.0%} from those alone)"
     return None
 
 
 def cut_down(architecture: PretrainedConfig, attention: str | None) -> PreTrainedModel | None:
-    """A random float32 model of a few thousand weights with one layer of each kind; None where there is no such."""
+    """A random float32 model of a few thousand weights with one layer of each type; None if it cannot be built."""
     small = copy.deepcopy(architecture)
     text = small.get_text_config()
     groups = getattr(text, "num_key_value_heads", None) != getattr(text, "num_attention_heads", None)
@@ -118,7 +118,7 @@ def cut_down(architecture: PretrainedConfig, attention: str | None) -> PreTraine
             with contextlib.suppress(AttributeError):
                 setattr(text, name, size)
     if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
-        text.pad_token_id = 0  # the probe has no such token
+        text.pad_token_id = 0  # the small vocabulary has no such token
     _keep_one_layer_of_each_kind(text)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -126,16 +126,16 @@ def cut_down(architecture: PretrainedConfig, attention: str | None) -> PreTraine
         )
         with torch.no_grad():
             model.eval()(input_ids=torch.arange(1, 9).unsqueeze(0), use_cache=False)
-    except Exception:  # a shape that does not fit another: each family has its own error for it
+    except Exception:  # inconsistent shapes: each family raises its own error
         return None
-    for parameter in model.parameters():  # usual starting weights are so small that layers hardly matter
+    for parameter in model.parameters():  # with usual initial weights layers have hardly any effect
         if parameter.dim() > 1:
             parameter.data.mul_(4)
     return model
 
 
 def _keep_one_layer_of_each_kind(text: PretrainedConfig) -> None:
-    """Cut the list of layers, and every list that has an entry a layer, down to the first of each kind."""
+    """Reduce the layers, and every list with an entry per layer, to the first of each type."""
     layers = text.num_hidden_layers
     lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == layers}
     kinds: dict[str, int] = {}
@@ -152,35 +152,35 @@ SHARING, CHUNK = 2, 4
 MIXING_TOLERANCE = 1e-3
 """Relative difference of logits in float32; a convolution's is a tenth and more."""
 _BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary positions that change with the largest position given, which differs from rank to rank."""
+"""Types of rotary positions that depend on the largest position given, which differs between ranks."""
 
 
 def refuse_mixing(config: TrainingConfig, architecture: PretrainedConfig) -> None:
-    """Raises RequestError, before any weight is loaded, where ranks cannot share the rows of such a model.
+    """Raise RequestError, before any weight is loaded, if ranks cannot split rows of such a model.
 
-    Kinds that cannot be cut down are left to the built model's own reading (`framework.build.verify.sharding`).
+    Architectures that cannot be cut down are tested on the built model (`framework.build.verify.sharding`).
     """
     if config.context_size == 1:
         return
     kind = architecture.model_type
-    said = None
+    message = None
     if stretched := sorted({*_rope_types(architecture.get_text_config().to_dict())} & {*_BY_LENGTH}):
-        said = f"{kind} has {stretched[0]} positions, which change with the last position that a device sees"
+        message = f"{kind} has {stretched[0]} positions, which depend on the last position that a device sees"
     else:
         know_ring_attention()
         with torch.random.fork_rng(devices=[]):
             with attending_to_themselves():
                 small = cut_down(architecture, NAME)
             if small is None and cut_down(architecture, None) is not None:
-                said = f"{kind} does not take its attention from outside"
+                message = f"{kind} does not use transformers' attention interface"
             elif small is not None and not _difference(small) < MIXING_TOLERANCE:
-                said = f"more than attention mixes the tokens of {kind}, of which each device has a part"
-    if said is not None:
-        raise RequestError([Problem("model.attn_implementation", said, expected="sdpa")])
+                message = f"other layers than attention mix the tokens of {kind}, of which each device has a part"
+    if message is not None:
+        raise RequestError([Problem("model.attn_implementation", message, expected="sdpa")])
 
 
 def _difference(model: PreTrainedModel) -> float:
-    """The largest relative difference of a token's logits in a part of a row from those in the row."""
+    """Largest relative difference of a token's logits between a part of a row and the whole row."""
     ids = (torch.arange(2 * CHUNK * SHARING) * 5 + 3).remainder(model.config.get_text_config().vocab_size).unsqueeze(0)
     batch = {"input_ids": ids, "labels": ids}
     with torch.no_grad(), attending_to_themselves():

@@ -1,4 +1,4 @@
-"""Model parameters become a transformers model on its place, in the dtype that was asked for."""
+"""Building or loading of the transformers model of a config, on its device and in its dtype."""
 
 import contextlib
 import logging
@@ -44,12 +44,12 @@ from framework.schema.config import TrainingConfig
 
 
 def read_architecture(config: TrainingConfig) -> PretrainedConfig:
-    """The Hugging Face config: that of `model.model_name`, with what `model.architecture` says of it laid over; or
-    `model.architecture` alone, where it is a whole one of a hub model, or there are no weights to load.
+    """The Hugging Face config: that of `model.model_name`, overridden by `model.architecture`; or `model.architecture`
+    alone, if it is complete for a hub model, or there are no weights to load.
 
-    The head is that of the task, and positions are stretched as `model.rope_scaling` says. Raises RequestError when
-    neither gives one, a written key is unknown to the config class, its dtype is none to compute in, or the model
-    cannot do this task.
+    The head is set for the task, and positions are scaled by `model.rope_scaling`. Raises RequestError if neither gives
+    a config, a written key is unknown to the config class, its dtype is not floating point, or the model cannot do this
+    task.
     """
     model = config.model
     written = model.architecture.thaw() if model.architecture is not None else {}
@@ -61,7 +61,7 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
         raise RequestError([Problem("model.model_name", "no model is named", expected="model_name or architecture")])
     if model.tokenizer is not None and model.load_pretrained_weights is False:
         architecture.vocab_size = model.tokenizer.vocab_size
-        # else generation would stop at whatever token has the id that the family's own tokenizer ends with
+        # otherwise generation would stop at the id of the original tokenizer's end token
         architecture.bos_token_id = architecture.eos_token_id = END_TOKEN_ID
     scale_positions(model, architecture)
     refuse_impossible_values(architecture, f"the config.json of {model.model_name!r}", written)
@@ -69,7 +69,7 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):  # such as int8
         key = "model.model_name" if reads_own_config(model) else "model.architecture.dtype"
-        message = f"its config says that the weights are {dtype}, and a model computes in floating point"
+        message = f"its config says that the weights are {dtype}, which is not a floating-point dtype"
         raise RequestError([Problem(key, message, expected="float32, bfloat16 or float16")])
     fit_head(config, architecture)
     return architecture
@@ -88,12 +88,12 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
     _refuse_unknown(known, written["model_type"], written)
     try:
         return AutoConfig.for_model(**written)
-    except Exception as error:  # config classes check their values in many ways
+    except Exception as error:  # config classes raise many types
         raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {one_line(error)}")]) from None
 
 
 def _refuse_unknown(known: PretrainedConfig, model_type: str, written: dict[str, Any]) -> None:
-    """Raises RequestError for each written key that a config class does not know."""
+    """Raise RequestError for each written key that the config class does not know."""
     names = set(known.to_dict()) | set(known.attribute_map) | {"dtype", "architectures"}
     unknown_keys = [
         Problem(f"model.architecture.{name}", f"is not a key of {type(known).__name__}", nearest=nearest(name, names))
@@ -105,17 +105,17 @@ def _refuse_unknown(known: PretrainedConfig, model_type: str, written: dict[str,
 
 
 def _is_older_name(model_type: str, name: str, value: Any) -> bool:
-    """Whether the config class takes a key as an earlier version's, such as `torch_dtype` or `rope_theta`, and keeps it
-    under another name; what it does not know it keeps as it is."""
+    """Whether the config class accepts a key as an older name, such as `torch_dtype` or `rope_theta`, and stores it
+    under another; it stores unknown keys under their own name."""
     try:
-        own = deepcopy(value)  # which transformers fills in place
+        own = deepcopy(value)  # transformers modifies it in place
         return name not in vars(AutoConfig.for_model(model_type, **{name: own}))
     except Exception:
-        return True  # it knows enough of it to refuse it, which is told below
+        return True  # the class knows the key, and its error is reported later
 
 
 def _named_architecture(config: TrainingConfig, written: dict[str, Any]) -> PretrainedConfig:
-    """The config that lies next to the weights, with `written` laid over it; `written` alone for another kind."""
+    """The config next to the weights, overridden by `written`; `written` alone if its model_type differs."""
     model, key = config.model, "model.model_name"
     folder = local_folder(str(model.model_name))
     if folder is not None:
@@ -130,10 +130,10 @@ def _named_architecture(config: TrainingConfig, written: dict[str, Any]) -> Pret
             trust_remote_code=model.trust_remote_code,
             local_files_only=folder is not None or not hub_is_reachable(),
         )
-    except Exception as error:  # the hub client and its cache raise many kinds, of which none is a fault of ours
+    except Exception as error:  # the hub client and its cache raise many types, none of them an internal fault
         message = f"the config.json of {model.model_name!r} could not be read: {one_line(error)}"
         raise RequestError([Problem(key, message, expected=leave_to_run_code(error))]) from None
-    if "/" in (kernel := str(read._attn_implementation)):  # which transformers would fetch and run
+    if "/" in (kernel := str(read._attn_implementation)):  # transformers would fetch and run it
         message = f"the config.json of {model.model_name!r} names code of a hub as its attention: {kernel}"
         raise RequestError([Problem(key, message, expected="a config.json without it")])
     if not written:
@@ -152,13 +152,12 @@ def _named_architecture(config: TrainingConfig, written: dict[str, Any]) -> Pret
 def build_model(
     config: TrainingConfig, architecture: PretrainedConfig, place: Place, computed: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The task's model in train mode, pretrained weights streamed to the place or random ones; and the names of the
-    head's weights that the checkpoint does not have, so that they are random.
+    """The task's model in train mode, with pretrained weights loaded onto the device or random ones; and the names of
+    the head's weights that the checkpoint lacks, so that they are random.
 
-    `model.torch_dtype_str` must be resolved; `auto` takes the checkpoint's dtype (float32 where it states none).
-    `computed` is autocast's dtype, which the weights of a base that is quantised while it loads are multiplied in.
-    Raises RequestError when the weights cannot be loaded, do not match the architecture, or are stored packed otherwise
-    than they are to be held.
+    `model.torch_dtype_str` must be resolved; `auto` is the checkpoint's dtype (float32 if it states none). `computed`
+    is autocast's dtype, the compute dtype of a base that is quantized while it loads. Raises RequestError if the
+    weights cannot be loaded, do not match the architecture, or are stored in another quantization than requested.
     """
     refuse_other_packing(config, architecture)
     dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
@@ -176,8 +175,7 @@ def build_model(
         message = f"{architecture.model_type} does not use torch's attention here"
         raise RequestError([Problem("model.sdpa_backend", message, expected="leave it unset")])
     if config.training.task.is_of_rows:
-        # BERT and GPT-2 look whether ids are padding, to warn: it waits for the card, and masks of ours go by
-        # position.
+        # BERT and GPT-2 check ids for padding, to warn: that synchronizes with the GPU, and our masks follow positions.
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -186,7 +184,8 @@ def build_model(
 
 
 def is_packed_when_loaded(config: TrainingConfig) -> bool:
-    """Whether pretrained weights are quantised one by one as they arrive; loftq needs all of each to see its loss."""
+    """Whether weights are quantized one by one while loading; LoftQ needs the full weights for their quantization
+    error."""
     return config.training.use_peft and config.peft.q_lora and config.peft.peft_method is not PeftMethod.LOFTQ
 
 
@@ -199,31 +198,32 @@ def _random(
             model = model_class(config.training.task).from_config(architecture, **settings)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of every kind: it comes of the values in the config
+    except Exception as error:  # any type, caused by the values in the config
         raise RequestError([_refused(config, architecture, error)]) from None
     built: PreTrainedModel = model
-    built.tie_weights()  # which goes with the values that a rehearsal does without
+    built.tie_weights()  # skipped with the initialization in a rehearsal
     return built
 
 
 def _refused(config: TrainingConfig, architecture: PretrainedConfig, error: Exception) -> Problem:
-    """Which of the two it was that transformers would not build: the attention kernel or the shape."""
+    """Problem for an error of transformers while building, under the key that caused it: attention kernel or
+    architecture."""
     attention, name = config.model.attn_implementation, config.model.model_name
     reason = explain_refusal(architecture, error) or one_line(error)
     if attention is not None and "attention" in reason.lower():
         missing = f"{attention} cannot be used with {architecture.model_type}: {reason}"
         return Problem("model.attn_implementation", missing, nearest="eager, or leave it unset")
     if reads_own_config(config.model) and config.model.architecture is None:
-        return Problem("model.model_name", f"transformers cannot build what the config.json of {name!r} says: {reason}")
+        return Problem("model.model_name", f"transformers cannot build the config.json of {name!r}: {reason}")
     return Problem("model.architecture", f"transformers cannot build it: {reason}")
 
 
 @contextlib.contextmanager
 def unreported() -> Iterator[None]:
-    """What a checkpoint lacks or has too much is told by name, in place of transformers' table of it; its bar, which
-    would be drawn into pipes and files too, is left out."""
+    """Suppress transformers' table of missing and unexpected weights, which we report by name, and its progress bar,
+    which would also go to pipes and files."""
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_is_error)  # at a higher level it would list what tensor parallelism does not split
+    logger.addFilter(_is_error)  # its warnings include a list of weights that tensor parallelism does not split
     had_bar = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -256,7 +256,7 @@ def _pretrained(
                 )
             ]
         )
-    loses_first = config.training.use_peft and config.peft.q_lora and packed is None  # packed from the host, later
+    loses_first = config.training.use_peft and config.peft.q_lora and packed is None  # quantized later, from the host
     device = torch.device("cpu") if loses_first else place.device
     loaded, unmatched = _loaded(config, architecture, dtype, attention, device, packed)
     if changes_rows(config.model):
@@ -265,13 +265,15 @@ def _pretrained(
 
 
 def check_weights(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
-    """Names of the weights of `model.model_name` that this task's model has no use for, such as another task's head.
+    """Names of unused weights of `model.model_name` that this task's model may ignore, such as another task's head.
 
-    The checkpoint is loaded as training loads it, but onto no device: names and shapes are read, and no values but a
-    few rows of matrices that the config says are one. Raises RequestError as `build_model` does for weights that are
-    missing, damaged, left over or of another shape, and where such matrices are two.
+    The checkpoint is loaded as for training, but onto the meta device: only names and shapes are read, and a few rows
+    of tied matrices. Raises RequestError as `build_model` does for weights that are missing, damaged, left over or of
+    another shape, and if matrices that the config ties are stored with different values.
     """
-    stored_packed = getattr(architecture, "quantization_config", None) is not None  # read as stored, onto a GPU
+    stored_packed = (
+        getattr(architecture, "quantization_config", None) is not None
+    )  # such a checkpoint loads only onto a GPU
     if not config.model.load_pretrained_weights or config.model.model_name is None or stored_packed:
         return ()
     shape = deepcopy(architecture)  # loading writes into it
@@ -281,7 +283,7 @@ def check_weights(config: TrainingConfig, architecture: PretrainedConfig) -> tup
 
 
 def embedding_rows(config: TrainingConfig) -> tuple[int, int]:
-    """Rows of the embedding in the checkpoint, and in the model that is built of it."""
+    """Rows of the embedding in the checkpoint and in the model."""
     stored: int = read_architecture(config).get_text_config().vocab_size
     return stored, rows_for(config.model, stored) if changes_rows(config.model) else stored
 
@@ -313,15 +315,17 @@ def _loaded(
                 device_map={"": device},
                 quantization_config=packed,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told below, by name
+                ignore_mismatched_sizes=True,  # reported below, by name
                 use_safetensors=True,
             )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # transformers and the hub client raise many kinds
+    except Exception as error:  # transformers and the hub client raise many types
         if attention is not None and "attention" in str(error).lower():
             raise RequestError([_refused(config, architecture, error)]) from None
-        _random(config, deepcopy(architecture), dtype, attention, rehearsal_place("cpu"))  # is it the config?
+        _random(
+            config, deepcopy(architecture), dtype, attention, rehearsal_place("cpu")
+        )  # raises if the config is the cause
         message = f"the weights of {name!r} do not load: {one_line(error)}"
         raise RequestError([Problem(key, message)]) from None
     return model, sort_unmatched(model, info, name, key)

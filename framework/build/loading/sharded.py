@@ -1,9 +1,9 @@
-"""Weights that arrive unit by unit while a model is sharded: no device ever holds more than its part and one unit.
+"""Loading of a sharded model unit by unit, so that no device holds more than its shard and one unit.
 
-The model is built without weights. Each unit is filled right before it is split: with random values, drawn from the
-unit's name, so that they are the same on any number of ranks; or from the checkpoint's own files, which every rank
-maps and reads. Where transformers renames or joins a checkpoint's tensors, the first rank loads it on its host (one
-copy of the model there, none elsewhere) and sends each tensor to the others.
+The model is built without weights. Each unit is filled right before it is sharded: with random values seeded by the
+unit's name, so that they are the same on any number of ranks; or from the checkpoint's files, which every rank
+memory-maps. If transformers renames or joins a checkpoint's tensors, the first rank loads it on its host (one copy of
+the model there, none elsewhere) and broadcasts each tensor.
 """
 
 import zlib
@@ -37,31 +37,31 @@ from framework.schema.config import TrainingConfig
 
 _HOST = torch.device("cpu")
 _ADAPTED = ".default"
-"""In the names of what peft adds."""
+"""Part of the names of peft's parameters."""
 
 Source = Callable[[str, Tensor], bool]
-"""Fill a tensor with the values of a name; whether there are any."""
+"""Fills a tensor with the values of a name; returns whether there are any."""
 
 
 def await_weights(
     config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks
 ) -> "ShardLoader | None":
-    """The model that is filled while it is sharded; None where it is built with its weights."""
+    """The loader of a model that is filled while it is sharded; None if the model is built with its weights."""
     is_split = config.fsdp.is_sharded or config.fsdp.tensor_parallel_size > 1
     has_parts = is_split and ranks.world > 1 and not place.rehearsed
     return ShardLoader(config, architecture, place, ranks) if has_parts else None
 
 
 def needs_whole_model(config: TrainingConfig) -> bool:
-    """Whether something is made of the whole model's values before it is split: it is then loaded on every host."""
+    """Whether the initialization of an adapter needs the full weights, so that every host loads the whole model."""
     peft = config.peft
     copies = bool(peft.lora_modules_to_save) or bool(peft.trainable_token_indices) or config.training.task.is_of_rows
     return config.training.use_peft and (not ADAPTERS[peft.peft_method].has_own_start or copies)
 
 
 def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
-    """Whether the first rank will load the checkpoint for all, as far as it can be told before anything is read: where
-    transformers joins tensors of this model, or a folder that is here has other names."""
+    """Whether the first rank will load the checkpoint and broadcast it, as far as known in advance: if transformers
+    joins tensors of this model, or a local folder has other names."""
     if not config.model.load_pretrained_weights:
         return False
     if changes_rows(config.model):
@@ -73,7 +73,7 @@ def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
     if folder is None:
         return False
     stored = set[str]()
-    has_weights = any(folder.glob("*.safetensors*"))  # a plan is made of a folder without weights, too
+    has_weights = any(folder.glob("*.safetensors*"))  # a folder without weights can be planned too
     with ExitStack() as files:
         for file in weight_files(folder, "model.model_name") if has_weights else ():
             stored.update(files.enter_context(_opened(file)).keys())
@@ -82,16 +82,15 @@ def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
 
 
 class ShardLoader:
-    """A `model` on meta, and how its weights come. `new` names those that the checkpoint does not have; what is
-    added to the model is made at `place`.
+    """A `model` on meta with the source of its weights. `new` names weights that the checkpoint lacks; modules added to
+    the model are made at `place`.
 
-    Where something is made of the whole model's values (DoRA, PiSSA, modules trained in full next to an adapter), every
-    host loads all of it first.
+    If the adapter needs the full weights (DoRA, PiSSA, modules trained in full), every host loads all of them first.
     """
 
     def __init__(self, config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks) -> None:
         self._config, self._place, self.place = config, place, Place(_HOST, place.kind)
-        self._filled: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # a unit is let go
+        self._filled: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # units are released
         self._files = ExitStack()
         self._source: Source = lambda name, tensor: False
         self._names: dict[int, str] = {}
@@ -108,12 +107,12 @@ class ShardLoader:
             self._source = self._find_source(architecture, ranks)
 
     def learn_names(self) -> None:
-        """The names of the base's weights as they will be looked up: call it when they are the ones to be filled."""
+        """Record the names of the base's weights for the lookup in `fill`; call it before modules are added."""
         self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def fill(self, unit: nn.Module) -> None:
-        """Give values to what is on meta in `unit`, and pack it where it is to be packed: tensor by tensor as they are
-        read, or all when they are drawn. Each rank must call this for the same units in the same order."""
+        """Fill the meta tensors of `unit`, and quantize them if requested: each as it is read, or all after random
+        initialization. Each rank must call this for the same units in the same order."""
         modules = [module for module in unit.modules() if any(map(_is_empty, module._parameters.values()))]
         complete = all(map(_is_empty, unit.parameters()))
         missing, adapted = set[nn.Module](), set[Tensor]()
@@ -150,12 +149,12 @@ class ShardLoader:
         return torch.empty_like(parameter, device=self._place.device)
 
     def close(self) -> None:
-        """Let go of the checkpoint's files."""
+        """Close the checkpoint's files."""
         self._files.close()
 
     def _draw(self, unit: nn.Module, missing: set[nn.Module], adapted: set[Tensor], complete: bool) -> None:
-        """Random values as transformers and peft draw them, children first; the same on every rank. `complete`: all of
-        the unit has just come, so that none of it is drawn again."""
+        """Initialize as transformers and peft do, children first; the same on every rank. `complete`: the whole unit
+        was empty, so all of it may be initialized."""
         names = {id(module): name for name, module in self.model.named_modules()}
         seed = mixed(self._config.training.seed, 0, zlib.crc32(names.get(id(unit), "the rest").encode()))
         devices = [self._place.device] if self._place.kind == "cuda" else []
@@ -188,15 +187,17 @@ class ShardLoader:
         return self._sent_by_first(architecture, ranks)
 
     def _sent_by_first(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
-        """The first rank loads the checkpoint with transformers, and every rank is sent each tensor."""
+        """A source in which the first rank loads the checkpoint with transformers and broadcasts each tensor."""
         loaded: PreTrainedModel | None = None
         if ranks.is_main:
-            plain = self._config.peft.model_copy(update={"q_lora": False})  # each tensor is packed where it arrives
+            plain = self._config.peft.model_copy(
+                update={"q_lora": False}
+            )  # each rank quantizes the tensors that it receives
             config = self._config.model_copy(update={"peft": plain})
             loaded, self.new = build_model(config, architecture, Place(_HOST, self._place.kind))
-        said = [self.new]
-        torch.distributed.broadcast_object_list(said, 0)
-        self.new = said[0]
+        names = [self.new]
+        torch.distributed.broadcast_object_list(names, 0)
+        self.new = names[0]
         values = dict(loaded.named_parameters()) if loaded is not None else {}
 
         def send(name: str, tensor: Tensor) -> bool:
@@ -220,7 +221,7 @@ def _read(tensors: Any, name: str, target: Tensor) -> bool:
 
 
 def _opened(file: Path) -> Any:
-    """The tensors of a file. Raises RequestError where it is missing or damaged."""
+    """Open a safetensors file. Raises RequestError if it is missing or damaged."""
     try:
         return safe_open(file, framework="pt")
     except UNLOADABLE as error:

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint and the model that it is loaded into do not share: what is refused, and what may be."""
+"""Missing and unexpected weights of a checkpoint: which are refused, and which are harmless."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -15,26 +15,26 @@ from framework.errors import Problem, RequestError
 from framework.schema.plural import counted
 
 BUFFERS = (".inv_freq", ".position_ids", ".token_type_ids", ".masked_bias", ".attn.bias", ".attention.bias")
-"""Ends of the names of constants that earlier versions of transformers saved, and that models compute for themselves:
-rotary frequencies, positions, and the triangular masks of GPT-2 and GPT-NeoX."""
+"""Name endings of constants that earlier versions of transformers saved and models now compute: rotary frequencies,
+positions, and the triangular masks of GPT-2 and GPT-NeoX."""
 
 COMPARED = 16
-"""Rows of tied matrices that are compared, evenly spaced. Training changes all rows of a head, which has a gradient for
+"""Evenly spaced rows of tied matrices that are compared. Training changes all rows of a head, which has a gradient for
 every token of the vocabulary."""
 
 
 @dataclass(frozen=True)
 class Unmatched:
-    """`new`: weights of the head that the checkpoint does not have, so that they start random. `left_over`: weights of
-    the checkpoint that this model has no place for and does not need, such as another task's head."""
+    """Accepted differences between checkpoint and model. `new`: weights of the head that are missing from the
+    checkpoint and start random. `left_over`: unused weights of the checkpoint, such as another task's head."""
 
     new: tuple[str, ...] = ()
     left_over: tuple[str, ...] = ()
 
 
 def sort_unmatched(model: PreTrainedModel, info: Mapping[str, Any], name: str, key: str) -> Unmatched:
-    """What of transformers' report of a load is allowed. Raises RequestError, under `key`, for the rest: weights that
-    would stay random, that have another shape, or that the model was trained with and would do without."""
+    """The accepted part of transformers' loading report. Raises RequestError, under `key`, for the rest: weights that
+    would stay random, have another shape, or belong to the model's body but would be unused."""
     new = tuple(sorted(each for each in info["missing_keys"] if is_new(model, each)))
     shapes = {
         key: f"{key} ({_shape(stored)} there, {_shape(own)} here)" for key, stored, own in info["mismatched_keys"]
@@ -48,7 +48,7 @@ def sort_unmatched(model: PreTrainedModel, info: Mapping[str, Any], name: str, k
             (sorted(shapes.values()), f"{_weights(shapes, 'the model')} of another shape in {name!r}", None),
             (
                 needed,
-                f"{_weights(needed, repr(name))} left over, for which the model as it is configured has no place",
+                f"{_weights(needed, repr(name))} left over, which the configured model does not have",
                 _WHOLE,
             ),
         )
@@ -63,8 +63,8 @@ _WHOLE = "a config.json, and a model.architecture, that describe all of the chec
 
 
 def sort_left_over(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Of a checkpoint's weights that a model has no place for: those that belong to its body, and the others, which are
-    constants, heads of other tasks and whole parts, such as a vision tower, that this model does without."""
+    """Unexpected weights of a checkpoint: those that belong to the body, and harmless ones, which are constants, heads
+    of other tasks and whole parts that this model does not have, such as a vision tower."""
     prefix = f"{model.base_model_prefix}."
     parts = {name for name, _ in model.base_model.named_children()}
     needed, harmless = list[str](), list[str]()
@@ -75,8 +75,8 @@ def sort_left_over(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[s
 
 
 def refuse_untied(model: PreTrainedModel, files: Iterable[Path], name: str, key: str) -> None:
-    """Raises RequestError, under `key`, where the config ties matrices that safetensors files hold apart and with other
-    values: transformers would train both, and a plan of the config counts one. Reads `COMPARED` rows of each."""
+    """Raise RequestError, under `key`, if the config ties matrices that the safetensors files store separately with
+    different values: transformers would train both, and the plan counts one. Reads `COMPARED` rows of each."""
     holders = dict[str, Any]()
     with ExitStack() as opened:
         for file in files:
@@ -89,7 +89,7 @@ def refuse_untied(model: PreTrainedModel, files: Iterable[Path], name: str, key:
             rows = range(0, one.get_shape()[0], max(one.get_shape()[0] // COMPARED, 1))
             if one.get_shape() == other.get_shape() and all(torch.equal(one[row], other[row]) for row in rows):
                 continue
-            message = f"the config of {name!r} says that {tied} is {source}, and its files hold two, with other values"
+            message = f"the config of {name!r} ties {tied} to {source}, and its files store both with different values"
             raise RequestError([Problem(key, message, expected="model.architecture.tie_word_embeddings=false")])
 
 

@@ -1,4 +1,4 @@
-"""Rows of the embedding and of the head that a checkpoint does not have: for added tokens, or a longer tokenizer."""
+"""New rows of the embedding and the head, for added tokens or a longer tokenizer."""
 
 from copy import deepcopy
 
@@ -14,13 +14,13 @@ from framework.schema.rules.model import trains_embedding
 
 
 def changes_rows(model: ModelParams) -> bool:
-    """Whether rows may be made or changed after the checkpoint was read."""
+    """Whether rows may be added or changed after loading."""
     return bool(model.added_tokens) or model.resize_embeddings is not False
 
 
 def fit_vocabulary(config: TrainingConfig, architecture: PretrainedConfig) -> TrainingConfig:
-    """Write into the model's own config how many rows the embedding gets, and into ours which of them an adapter trains
-    where nobody says. Raises RequestError as `vocabulary_of` does."""
+    """Set the number of embedding rows in the model's own config, and in ours the token ids that an adapter trains by
+    default. Raises RequestError as `vocabulary_of` does."""
     if not changes_rows(config.model):
         return config
     text, peft = architecture.get_text_config(), config.peft
@@ -33,7 +33,7 @@ def fit_vocabulary(config: TrainingConfig, architecture: PretrainedConfig) -> Tr
 
 
 def rows_for(model: ModelParams, stored: int) -> int:
-    """Rows of the embedding, of which the checkpoint has `stored`."""
+    """Number of embedding rows, given `stored` in the checkpoint."""
     tokens, multiple = vocabulary_of(model).tokens, int(model.resize_embeddings)
     if tokens <= stored:
         return stored
@@ -41,15 +41,15 @@ def rows_for(model: ModelParams, stored: int) -> int:
 
 
 def as_stored(architecture: PretrainedConfig, rows: int) -> PretrainedConfig:
-    """A config for the shapes that a checkpoint has, of which the embedding has so many rows."""
+    """The config with the checkpoint's number of embedding rows."""
     stored = deepcopy(architecture)
     stored.get_text_config().vocab_size = rows
     return stored
 
 
 def fill_rows(model: PreTrainedModel, config: TrainingConfig, rows: int) -> None:
-    """Give a loaded model as many rows as asked for, and values to those that are new: to an added token's the mean of
-    the tokens that spelled it, to others the mean of all. They are computed in float32."""
+    """Resize a loaded model to `rows` embedding rows and initialize new ones: an added token as the mean of the tokens
+    that it was split into, others as the mean of all rows, computed in float32."""
     found, stored = vocabulary_of(config.model), model.get_input_embeddings().weight.shape[0]
     if rows != stored:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -60,7 +60,8 @@ def fill_rows(model: PreTrainedModel, config: TrainingConfig, rows: int) -> None
 
 
 def new_rows(matrix: Tensor, found: Vocabulary, stored: int) -> dict[int, Tensor]:
-    """Row number -> its float32 values, of each row that the checkpoint's first `stored` rows are not."""
+    """Row index -> float32 values, for each row that is not among the checkpoint's `stored` rows, and each added
+    token."""
     mean = matrix[:stored].mean(0, dtype=torch.float32) if matrix.shape[0] > stored else matrix.new_empty(0)
     values = dict.fromkeys(range(stored, matrix.shape[0]), mean)
     for number, parts in found.added:
@@ -70,7 +71,7 @@ def new_rows(matrix: Tensor, found: Vocabulary, stored: int) -> dict[int, Tensor
 
 
 def token_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """The embedding and a head of its own, with its bias: each has a row for every token."""
+    """The matrices with a row for every token: the embedding, an untied head, and its bias."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     found = [embedding.weight]
     if head is not None:

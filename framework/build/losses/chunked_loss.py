@@ -1,15 +1,15 @@
-"""Linear head and what is made of its logits, a chunk of tokens at a time.
+"""Linear head and loss over chunks of tokens.
 
-The logits of one chunk exist, never all of them, and their gradient is written over them: for 8,192 tokens and 128,256
-words that is 0.25 GiB instead of the 11.7 GiB that float32 logits and their gradient take. Of a cross entropy the
-gradients are computed in forward, and backward only scales them; log-probabilities by token do not know what will be
-made of them, so their backward computes each chunk's logits again. Source of the idea: Liger's fused linear cross
-entropy (Hsu et al. 2024); this is our own code.
+Only the logits of one chunk exist at a time, and their gradient overwrites them: for 8,192 tokens and a vocabulary of
+128,256 that is 0.25 GiB instead of the 11.7 GiB of float32 logits and their gradient. For the cross entropy the
+gradients are computed in forward, and backward only scales them; the backward of log-probabilities needs their incoming
+gradients, so it computes each chunk's logits again. Source of the idea: Liger's fused linear cross entropy (Hsu et al.
+2024); this is our own code.
 
-Of each supervised token a distillation compares: alpha T^2 D(teacher, student) + (1 - alpha) cross entropy with the
-label, D taken between the softmaxes of logits / T. T^2 keeps the size of the gradients when T changes (Hinton et al.
-2015, arXiv 1503.02531, section 2). Forward KL is theirs, reverse KL that of MiniLLM (Gu et al. 2023, arXiv 2306.08543),
-JSD the even mixture of GKD (Agarwal et al. 2023, arXiv 2306.13649, equation 1 with beta = 1/2).
+The distillation loss of a supervised token is alpha T^2 D(teacher, student) + (1 - alpha) cross entropy with the label,
+with D between the softmaxes of logits / T. T^2 keeps the size of the gradients independent of T (Hinton et al. 2015,
+arXiv 1503.02531, section 2). Forward KL is theirs, reverse KL that of MiniLLM (Gu et al. 2023, arXiv 2306.08543), JSD
+the even mixture of GKD (Agarwal et al. 2023, arXiv 2306.13649, equation 1 with beta = 1/2).
 """
 
 import math
@@ -54,7 +54,7 @@ def chunked_log_probabilities(
 def chunked_counts(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The same sum of cross entropies, and how many targets are the likeliest token: float32 and int64 scalars."""
+    """Sum of cross entropies, and number of correctly predicted targets: float32 and int64 scalars."""
     kind, dtype = product_dtype(hidden, weight)
     losses = new_losses(hidden, targets)
     hits = torch.empty_like(targets, dtype=torch.bool)
@@ -68,13 +68,13 @@ def chunked_counts(
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> tuple[str, torch.dtype]:
-    """Kind of device, and the dtype that a linear layer would multiply in."""
+    """Device type, and the dtype of a linear layer's product."""
     kind = "cpu" if hidden.device.type == "cpu" else "cuda"
     return kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def chunks(hidden: Tensor, chunk: int) -> Iterator[slice]:
-    """Which tokens are computed together, one chunk after the other."""
+    """Slices of the tokens, chunk by chunk."""
     return (slice(start, start + chunk) for start in range(0, hidden.shape[0], chunk))
 
 
@@ -87,7 +87,7 @@ def chunk_logits(rows: Tensor, computed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def new_losses(hidden: Tensor, targets: Tensor) -> Tensor:
-    """Room for a loss of each token: float32, of float64 hidden states float64."""
+    """Empty tensor for token losses: float32, or float64 for float64 hidden states."""
     return torch.empty(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
 
 
@@ -97,7 +97,7 @@ def adds_wider(total: Tensor, grad: Tensor) -> bool:
 
 
 class HeadGradients:
-    """Gradients of what a linear head reads and of its weights, added up a chunk at a time; None where not needed."""
+    """Gradients of a linear head's inputs and weights, accumulated over chunks; None if not needed."""
 
     def __init__(self, needed: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         of_hidden, of_weight, of_bias = needed
@@ -106,7 +106,8 @@ class HeadGradients:
         self.bias = torch.zeros_like(bias) if bias is not None and of_bias else None
 
     def add(self, part: slice, grad: Tensor, rows: Tensor, computed: Tensor) -> None:
-        """One chunk: the gradient of its logits, what the head read in the dtype of the product, and the weight."""
+        """Add one chunk, given the gradient of its logits, the head's inputs and its weight in the dtype of the
+        product."""
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
         if self.hidden is not None and self.hidden.dtype == grad.dtype:
@@ -115,7 +116,7 @@ class HeadGradients:
             self.hidden[part] = grad @ computed
         if self.weight is None:
             return
-        if self.weight.dtype == grad.dtype:  # without a product as large as the weight
+        if self.weight.dtype == grad.dtype:  # avoids a temporary as large as the weight
             self.weight.addmm_(grad.t(), rows)
         elif adds_wider(self.weight, grad):
             torch.addmm(self.weight, grad.t(), rows, out_dtype=self.weight.dtype, out=self.weight)
@@ -123,7 +124,7 @@ class HeadGradients:
             self.weight += grad.t() @ rows
 
     def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the order of the head's arguments."""
+        """The gradients in the order of the head's arguments."""
         return self.hidden, self.weight, self.bias
 
 
@@ -193,7 +194,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
 
 
 class Head(NamedTuple):
-    """What a head is given, `[tokens, width]`, with its weight `[vocabulary, width]` and bias."""
+    """Inputs of a head, `[tokens, width]`, with its weight `[vocabulary, width]` and bias."""
 
     hidden: Tensor
     weight: Tensor
@@ -201,8 +202,8 @@ class Head(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Sums over supervised tokens, scalars: the loss, the divergence alone, the labels' cross entropy, and how many
-    tokens are the likeliest."""
+    """Sums over supervised tokens, scalars: the loss, the divergence, the labels' cross entropy, and the number of
+    correct predictions."""
 
     loss: Tensor
     divergence: Tensor
@@ -220,7 +221,7 @@ def compare(scores: Tensor, teachers: Tensor, targets: Tensor, rule: Distillatio
 
 
 def chunked_distillation(student: Head, teacher: Head, targets: Tensor, rule: DistillationParams, chunk: int) -> Tensor:
-    """The same loss without the logits of more than `chunk` tokens: a float32 scalar."""
+    """The distillation loss with the logits of at most `chunk` tokens at a time: a float32 scalar."""
     kind, dtype = product_dtype(student.hidden, student.weight)
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _Distillation.apply(*student, teacher, targets, rule, chunk, dtype)  # type: ignore[no-untyped-call]
@@ -229,7 +230,7 @@ def chunked_distillation(student: Head, teacher: Head, targets: Tensor, rule: Di
 
 @torch.no_grad()
 def chunked_comparison(student: Head, teacher: Head, targets: Tensor, rule: DistillationParams, chunk: int) -> Compared:
-    """All four sums, a chunk at a time."""
+    """All sums of `Compared`, over chunks."""
     kind, dtype = product_dtype(student.hidden, student.weight)
     found: list[Compared] = []
     with torch.autocast(kind, enabled=False):
@@ -243,13 +244,13 @@ def chunked_comparison(student: Head, teacher: Head, targets: Tensor, rule: Dist
 
 
 def _teachers(teacher: Head, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the teacher's products: autocast's where there is autocast, else its own weights'."""
+    """dtype of the teacher's products: autocast's, else that of its weights."""
     kind = "cpu" if teacher.hidden.device.type == "cpu" else "cuda"
     return dtype if torch.is_autocast_enabled(kind) else teacher.weight.dtype
 
 
 class _Distillation(torch.autograd.Function):
-    """Gradients are computed in forward, as for a chunked cross entropy."""
+    """Distillation loss with gradients computed in forward, as for the chunked cross entropy."""
 
     @staticmethod
     def forward(
@@ -286,8 +287,8 @@ class _Distillation(torch.autograd.Function):
 
 
 def _chunk(scores: Tensor, others: Tensor, targets: Tensor, rule: DistillationParams) -> Tensor:
-    """Loss sum of one chunk. The student's float32 logits become d loss / d logits, in place; the teacher's are used
-    up."""
+    """Loss sum of one chunk. The student's float32 logits become d loss / d logits in place; the teacher's are
+    overwritten."""
     supervised, picked = targets != IGNORED, targets.clamp_min(0).unsqueeze(1)
     temperature, alpha = rule.temperature, rule.alpha
     log_q = (scores / temperature).log_softmax(1)
@@ -319,7 +320,8 @@ def _between(log_p: Tensor, log_q: Tensor, kind: Divergence) -> Tensor:
 
 
 def _with_slope(log_p: Tensor, log_q: Tensor, kind: Divergence) -> tuple[Tensor, Tensor]:
-    """The same, and T times its gradient with respect to the student's logits, `[tokens, vocabulary]`."""
+    """Divergence of each token, and T times its gradient with respect to the student's logits, `[tokens,
+    vocabulary]`."""
     q = log_q.exp()
     if kind is Divergence.FORWARD_KL:
         p = log_p.exp()

@@ -1,4 +1,4 @@
-"""Loss of each token from a chunk of logits, over which its gradient is written: a cross entropy and other terms.
+"""Token losses of a chunk of logits, which are overwritten by their gradient: cross entropy and further terms.
 
 On CUDA cards one Triton kernel reads the logits twice and writes them once, in their own dtype, with float32 sums and
 no copy. Everywhere else plain torch does the same with a float32 copy of half-precision logits. The operator
@@ -18,9 +18,10 @@ Launch = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, f
 
 
 class LossTerms(NamedTuple):
-    """What is taken of the logits x of a token next to the cross entropy with its target.
+    """Terms on the logits x of a token in addition to the cross entropy.
 
-    Of V words, `smoothing` of the target is spread over all, as torch's `label_smoothing` (Szegedy et al. 2015, arXiv
+    `smoothing` is the share of the target spread over the vocabulary, as torch's `label_smoothing` (Szegedy et al.
+    2015, arXiv
     1512.00567, section 7); `z_loss` is the coefficient of (log sum exp x)^2 (Chowdhery et al. 2022, arXiv 2204.02311,
     section 5).
     """
@@ -48,7 +49,7 @@ def token_losses(
     0 and False where `targets` `[tokens]` is -100. With `with_grad` the logits become d loss / d logits, times
     `scales` `[tokens]`, float32, if given.
     """
-    if logits.device.type == "cuda":  # a rehearsed card's too
+    if logits.device.type == "cuda":  # also on a rehearsal's device
         torch.ops.tunesmith.token_losses_(logits, targets, losses, hits, scales, with_grad, *terms)
     else:
         _token_losses(logits, targets, losses, hits, scales, with_grad, *terms)
@@ -56,7 +57,7 @@ def token_losses(
 
 @functools.cache
 def _kernel() -> Launch:
-    """The kernel, by triton, which torch for CUDA brings on Linux; else plain torch."""
+    """The triton kernel (triton comes with torch for CUDA on Linux), else plain torch."""
     try:
         from framework.build.losses.cross_entropy_kernel import token_losses_on_gpu
     except ImportError:

@@ -1,4 +1,5 @@
-"""The kernel of `token_losses`: one program a token, which reads its logits twice and writes their gradient once."""
+"""Triton kernel of `token_losses`: one program per token, which reads its logits twice and writes their gradient
+once."""
 
 import torch
 import triton
@@ -6,13 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 8192, 8
-"""Logits a program reads at once, and its warps: of 18 pairs, as fast as any over 128,256 and 151,936 words on an H200
-(benchmarks/results/token_losses_h200.json)."""
+"""Logits that a program reads at once, and its warps: of 18 pairs, as fast as any for vocabularies of 128,256 and
+151,936 on an H200 (benchmarks/results/token_losses_h200.json)."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _ignore(row, loss, hit, vocabulary, GRAD: tl.constexpr, HITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A token that is not supervised: no loss, no hit, and zeros in place of its logits."""
+    """Unsupervised token: no loss, no hit, and a gradient of zeros."""
     tl.store(loss, 0.0)
     if HITS:
         tl.store(hit, 0)
@@ -45,8 +46,8 @@ def _token_losses(  # type: ignore[no-untyped-def]
     if target == -100:
         _ignore(row, losses + token, hits + token, vocabulary, GRAD, HITS, BLOCK)
         return
-    # a target that is no token gives NaN, which stops the run
-    said = tl.load(row + target, mask=(target >= 0) & (target < vocabulary), other=float("nan")).to(tl.float32)
+    # an invalid target gives NaN, which stops the run
+    target_score = tl.load(row + target, mask=(target >= 0) & (target < vocabulary), other=float("nan")).to(tl.float32)
     highest = -float("inf")
     total = 0.0
     sum_of_scores = 0.0
@@ -62,11 +63,11 @@ def _token_losses(  # type: ignore[no-untyped-def]
         else:
             high = tl.max(score, 0)
         high = tl.maximum(highest, high)
-        shift = tl.where(high == -float("inf"), 0.0, high)  # of a block without any finite logit
+        shift = tl.where(high == -float("inf"), 0.0, high)  # for a block without a finite logit
         total = total * tl.exp(highest - shift) + tl.sum(tl.exp(score - shift), 0)
         highest = high
     log_sum = highest + tl.log(total)
-    loss = log_sum - (1.0 - smoothing) * said + z_loss * log_sum * log_sum
+    loss = log_sum - (1.0 - smoothing) * target_score + z_loss * log_sum * log_sum
     if SMOOTHED:
         loss -= smoothing * (sum_of_scores / vocabulary)
     tl.store(losses + token, loss)

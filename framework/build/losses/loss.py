@@ -1,7 +1,7 @@
 """The loss of a causal language model: the sum of cross entropies over the supervised tokens of one micro batch.
 
-It is a sum, not a mean: `train_step` divides by the supervised tokens of the whole global batch, so that how the batch
-is split into micro batches does not change the gradients.
+It is a sum, not a mean: `train_step` divides by the supervised tokens of the whole global batch, so that the split into
+micro batches does not change the gradients.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
 
 DEFAULT_CHUNK = 1024
-"""Tokens a chunk unless a number is asked for: on an H200 0.7 % slower than 4,096 for the 1B, and 0.7 GiB smaller."""
+"""Default tokens per chunk: on an H200 0.7 % slower than 4,096 for the 1B, and 0.7 GiB smaller."""
 
 AFTER_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-"""Settings of Gemma 2, Granite and Cohere that change logits, with the value that changes nothing. What has no setting
-is found at start-up, by `head_is_last`; a plan has no values to find it with."""
+"""Settings of Gemma 2, Granite and Cohere that change logits, with the neutral value. Changes without a setting are
+found at start-up by `head_is_last`, which a plan cannot run."""
 
 PLAIN_HEADS = frozenset(
     {
@@ -36,15 +36,15 @@ PLAIN_HEADS = frozenset(
         *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
     }
 )
-"""Model types whose logits are their head's output, but for AFTER_THE_HEAD: where nobody says otherwise, their loss
-goes over chunks. tests/build/losses/test_loss.py asks a small model of each type."""
+"""Model types whose logits are their head's output, except for AFTER_THE_HEAD: their loss is chunked by default.
+tests/build/losses/test_loss.py checks a small model of each type."""
 
 Batch = Mapping[str, Tensor]
 Observe = Callable[[str], None]
 
 
 class Loss(Protocol):
-    """What is made of a causal model's logits; each calls `observe("loss")` where the head begins."""
+    """Losses and log-probabilities of a causal model; each calls `observe("loss")` where the head begins."""
 
     @property
     def terms(self) -> LossTerms: ...
@@ -54,30 +54,31 @@ class Loss(Protocol):
         ...
 
     def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        """Log-probability of the token that follows each, 0 where it is not supervised: float32 `[rows, tokens]`."""
+        """Log-probability of each next token, 0 if it is not supervised: float32 `[rows, tokens]`."""
         ...
 
     def counts(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the cross entropies, and how many supervised tokens are the likeliest; float32 and int64 scalars."""
+        """Sum of the cross entropies, and number of supervised tokens predicted correctly; float32 and int64
+        scalars."""
         ...
 
 
 def ignore_phases(phase: str) -> None:
-    """Observe nothing."""
+    """An `Observe` that does nothing."""
 
 
 def build_loss(params: ModelParams, model: nn.Module, terms: LossTerms = PLAIN) -> Loss:
-    """The loss that was asked for: over all logits at once, or a chunk of tokens at a time. Raises as `chunk_size`."""
+    """The loss over all logits at once, or over chunks of tokens. Raises as `chunk_size`."""
     chunk = chunk_size(params, model)
     return _Whole(terms) if chunk is None else _Chunked(chunk, terms)
 
 
 def chunk_size(params: ModelParams, model: nn.Module, key: str = "model.chunked_loss") -> int | None:
-    """Tokens whose logits may exist at a time; None for all. Where nobody says, DEFAULT_CHUNK for a model of
-    PLAIN_HEADS, as it gives the same loss.
+    """Number of tokens whose logits exist at a time; None for all. The default for a model of PLAIN_HEADS is
+    DEFAULT_CHUNK, which gives the same loss.
 
-    Raises RequestError, about `key`, when chunks are asked for and the model's head is more than one linear layer, caps
-    or scales its output, which chunks cannot repeat, or when the model below its head cannot be called apart.
+    Raises RequestError, under `key`, if chunks are requested and the model's head is more than one linear layer, its
+    logits are capped or scaled, or the model cannot be run without its head.
     """
     if params.chunked_loss is False:
         return None
@@ -92,7 +93,7 @@ def chunk_size(params: ModelParams, model: nn.Module, key: str = "model.chunked_
 
 
 def _obstacle_to_chunks(model: nn.Module) -> tuple[str, str] | None:
-    """Why a model's head cannot be computed apart from it, and what to ask for instead."""
+    """Why a model's head cannot be computed separately, and the alternative."""
     causal, expected = causal_model(model), "model.chunked_loss: false"
     settings = causal.config.get_text_config().to_dict()
     after = [
@@ -110,44 +111,42 @@ def _obstacle_to_chunks(model: nn.Module) -> tuple[str, str] | None:
 
 
 def next_tokens(batch: Batch) -> Tensor:
-    """What each position has to predict, `[rows, tokens]`: labels moved one to the left, or, in a part of rows that
-    several ranks share, what they were before the rows were cut."""
+    """Target of each position, `[rows, tokens]`: labels shifted one to the left; under context parallel they were
+    shifted before the rows were cut."""
     return batch["next"] if "next" in batch else F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
 def supervised_tokens(batch: Batch) -> Tensor:
-    """Tokens of the batch that the loss is taken over, as a scalar int64 on the batch's device."""
+    """Number of supervised tokens of the batch, a scalar int64 on the batch's device."""
     labels = batch["next"] if "next" in batch else batch["labels"][:, 1:]
     return (labels != IGNORED).sum()
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """What a model is given of a batch: the tokens, and what keeps several documents in a row apart.
+    """Arguments of a model for a batch: the tokens, and whatever separates documents in a row.
 
-    No labels, because the loss is ours. No mask of the padding where tokens see only those before them, because rows
-    are padded on the right: no token of a row can see the padding behind it, and the padding's own outputs are not
-    supervised. It would change nothing that is trained on, cost rows x tokens x tokens bytes, and keep the faster
-    attention kernels from running.
+    No labels, because the loss is ours. No padding mask for causal attention, because rows are padded on the right: no
+    token sees the padding after it, and the padding's own outputs are not supervised. A mask would not change the loss,
+    cost rows x tokens x tokens bytes, and disable the faster attention kernels.
     """
     unread = () if reads_both_ways(causal_model(model).config) else ("attention_mask",)
     left_out = ("labels", "next", "positions", "targets", "reference", *unread, *MARKS)
     tokens = {name: tensor for name, tensor in batch.items() if name not in left_out}
-    if "positions" in batch:  # of a part of each row
+    if "positions" in batch:  # context parallel
         tokens["position_ids"] = batch["positions"]
-    # A model would compute its router loss anew, from whatever mask it is given; ours is in
-    # framework/build/losses/router_loss.py.
+    # The model would compute its own router loss; ours is in framework/build/losses/router_loss.py.
     without = {"output_router_logits": False} if asks_for_router_logits(model) else {}
     return {**tokens, **without, **keep_documents_separate(causal_model(model), batch)}
 
 
 def asks_for_router_logits(model: nn.Module) -> bool:
-    """Whether the model's own config has it add a router auxiliary loss to the loss that it computes."""
+    """Whether the model's config enables its own router auxiliary loss."""
     return getattr(causal_model(model).config.get_text_config(), "output_router_logits", False) is True
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """Over the logits of all tokens at once, in float32."""
+    """Loss over the logits of all tokens at once, in float32."""
 
     terms: LossTerms = PLAIN
 
@@ -179,7 +178,7 @@ full_loss = _Whole()
 
 @dataclass(frozen=True)
 class _Chunked:
-    """A chunk of tokens at a time, so that the logits of no more than `chunk` exist."""
+    """Loss over chunks, so that the logits of at most `chunk` tokens exist."""
 
     chunk: int
     terms: LossTerms = PLAIN
@@ -198,13 +197,13 @@ def token_logits(model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
     """The logits of all tokens, `[rows, tokens, vocabulary]`, in the dtype that the model gives them."""
     logits: Tensor = model(**model_inputs(model, batch), use_cache=False).logits
     observe("loss")
-    if logits.shape[1] != batch["labels"].shape[1]:  # places of a trained prompt before the row
-        logits = logits[:, -batch["labels"].shape[1] :]  # whose backward takes one more tensor like the logits
+    if logits.shape[1] != batch["labels"].shape[1]:  # virtual tokens of a trained prompt before the row
+        logits = logits[:, -batch["labels"].shape[1] :]  # its backward takes one more tensor like the logits
     return logits
 
 
 def head_inputs(model: nn.Module, batch: Batch, observe: Observe) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """What the head is given, its weight and bias, and what it should say, over all tokens of the batch."""
+    """Inputs of the head, its weight and bias, and the targets, over all tokens of the batch."""
     causal = causal_model(model)
     hidden = causal.base_model(**model_inputs(model, batch), use_cache=False).last_hidden_state
     observe("loss")
@@ -213,10 +212,10 @@ def head_inputs(model: nn.Module, batch: Batch, observe: Observe) -> tuple[Tenso
 
 
 def head_is_last(model: nn.Module, batch: Batch) -> bool:
-    """Whether the model's logits are its head's output as it stands, and the head reads the last hidden state.
+    """Whether the model's logits are its head's unchanged output, and the head's input is the last hidden state.
 
-    False for models that cap or scale logits: there the chunked loss would train something else. The head's output is
-    replaced by large known values for one forward pass, so that even a cap that small logits never reach is seen.
+    False for models that cap or scale logits, for which the chunked loss would be wrong. The head's output is replaced
+    by large known values for one forward pass, so that a cap that small logits never reach is detected too.
     """
     causal = causal_model(model)
     head, seen = causal.get_output_embeddings(), {}

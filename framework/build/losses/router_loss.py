@@ -1,8 +1,8 @@
-"""The router auxiliary loss of a mixture of experts: the term that keeps the load of its experts balanced.
+"""Router auxiliary loss of a mixture of experts, which balances the load of its experts.
 
-transformers adds it to the loss that a model computes of its labels, where the model's config has
-`output_router_logits: true`. The loss here is computed from logits or hidden states, so the term is added here, from
-the model's own `load_balancing_loss_func` and the same router logits. Other terms that a model may add are refused.
+transformers adds it to the model's own loss if the config has `output_router_logits: true`. Our loss is computed from
+logits or hidden states, so the term is added here, by the model's own `load_balancing_loss_func` from the same router
+logits. Other terms that a model may add are refused.
 """
 
 import inspect
@@ -24,16 +24,16 @@ from framework.schema.config import TrainingConfig
 
 KEY = "training.router_aux_loss_coef"
 _NAMES = ("router_aux_loss_coef", "aux_loss_coef")
-"""The coefficient in a model's own config: JetMoe has the second name (transformers 5.17 to 5.24)."""
+"""Names of the coefficient in a model's config; the second is JetMoe's (transformers 5.17 to 5.24)."""
 _OTHER_TERMS = ("z_loss_coefficient", "router_z_loss_coef", "mtp_loss_scaling_factor", "mtp_loss_weight")
-"""Coefficients of terms that are in no loss here: Bamba's z loss of the logits, a z loss of routers, heads that predict
-several tokens (transformers 5.17 to 5.24). 0 means that the model does without."""
+"""Coefficients of unsupported terms: Bamba's z-loss of the logits, a z-loss of routers, multi-token prediction heads
+(transformers 5.17 to 5.24). 0 means that the model does not use the term."""
 _ARGUMENTS = {"gate_logits", "num_experts", "top_k", "attention_mask"}
 
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The term of one model: `coefficient` x the load balancing loss over the tokens of a micro batch."""
+    """The term of a model: `coefficient` x the load balancing loss over the tokens of a micro batch."""
 
     coefficient: float
     function: Callable[..., Tensor]
@@ -42,7 +42,7 @@ class RouterLoss:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[list[Tensor]]:
-        """Within the block the router logits of each forward pass are noted: of each layer, `[tokens, experts]`."""
+        """Within the block record the router logits of each forward pass: per layer, `[tokens, experts]`."""
         seen: list[Tensor] = []
         body = causal_model(model).base_model
 
@@ -60,7 +60,7 @@ class RouterLoss:
                 handle.remove()
 
     def __call__(self, seen: list[Tensor], batch: Batch) -> Tensor:
-        """The term, a float32 scalar. Padding is left out as transformers does it; the places of a trained prompt
+        """The term, a float32 scalar. Padding is excluded as in transformers; virtual tokens of a trained prompt
         count."""
         ids = batch["input_ids"]
         mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
@@ -70,15 +70,15 @@ class RouterLoss:
 
 
 def refuse_other_terms(config: TrainingConfig, architecture: PretrainedConfig) -> None:
-    """Raises RequestError for a term of the model's own loss that would be missing, and for a router loss where there
-    are no routers, or where it cannot be computed as transformers does."""
+    """Raise RequestError for an unsupported term of the model's own loss, and for a router loss without routers or
+    where it cannot be computed as in transformers."""
     if config.training.task.is_of_rows and config.training.router_aux_loss_coef is None:
-        return  # a model with a head for rows adds nothing
+        return  # models with a head for rows add no term
     settings, kind = architecture.get_text_config().to_dict(), architecture.model_type
     problems = [
         Problem(
             "model.architecture",
-            f"the loss of {kind} adds a term, {name} {settings[name]:g}, not built here",
+            f"the loss of {kind} adds a term, {name} {settings[name]:g}, which is not supported",
             None,
             f"{name}: 0",
         )
@@ -95,20 +95,20 @@ def refuse_other_terms(config: TrainingConfig, architecture: PretrainedConfig) -
 
 
 def _impossible(config: TrainingConfig) -> Iterator[str]:
-    """Why a router loss cannot be part of this run."""
+    """Reasons why a router loss cannot be part of this run."""
     training = config.training
     if not training.task.is_next_token:
         yield f"the router auxiliary loss is added to the tasks sft and pretrain, and this is {training.task}"
     if config.sharing > 1:
-        yield "devices that share rows or matrices each see a part of what the router auxiliary loss is taken over"
+        yield "with context or tensor parallel each device sees only a part of the tokens of the router auxiliary loss"
     if training.compile is True:
-        yield "compiled blocks do not give out the router logits that the auxiliary loss is made of"
+        yield "compiled blocks do not return the router logits for the auxiliary loss"
     if training.enable_gradient_checkpointing is True and training.gradient_checkpointing_kwargs.use_reentrant:
         yield "a re-entrant checkpoint cuts the router auxiliary loss off from its gradient"
 
 
 def router_coefficient(config: TrainingConfig, settings: Mapping[str, Any]) -> float:
-    """What the term is multiplied by: as written, else the model's own where its config turns router logits on, as in
+    """Coefficient of the term: as written, else the model's own if its config enables router logits, as in
     transformers; 0 for none. `settings` is the model's text config."""
     if config.training.router_aux_loss_coef is not None:
         return config.training.router_aux_loss_coef
@@ -123,8 +123,7 @@ def has_routers(settings: Mapping[str, Any]) -> bool:
 
 
 def build_router_loss(config: TrainingConfig, model: nn.Module) -> RouterLoss | None:
-    """The term of a built model; None where it is in no loss. Raises RequestError for a family whose term is computed
-    from something else."""
+    """The term of a built model; None without one. Raises RequestError for a family with a different computation."""
     causal = causal_model(model)
     coefficient = router_coefficient(config, causal.config.get_text_config().to_dict())
     function = load_balancing_loss(causal)
@@ -132,18 +131,18 @@ def build_router_loss(config: TrainingConfig, model: nn.Module) -> RouterLoss | 
         return None
     experts, chosen = getattr(causal, "num_experts", None), getattr(causal, "num_experts_per_tok", None)
     if function is None or {*inspect.signature(function).parameters} != _ARGUMENTS or not experts or not chosen:
-        message = f"the router auxiliary loss of {causal.config.model_type} is not built here"
+        message = f"the router auxiliary loss of {causal.config.model_type} is not supported"
         raise RequestError([Problem(KEY, message, expected="0 (trains without the term)")])
     return RouterLoss(coefficient, function, experts, chosen)
 
 
 def load_balancing_loss(causal: PreTrainedModel) -> Callable[..., Tensor] | None:
-    """The function of the model's own module; None where its loss has no such term (Llama 4 has but a coefficient)."""
+    """The function in the model's own module; None if it has none (Llama 4 has only a coefficient)."""
     return getattr(sys.modules[type(causal).__module__], "load_balancing_loss_func", None)
 
 
 def describe_routers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
-    """What a plan has taken the loss of a mixture of experts to be."""
+    """A plan's assumptions about the router loss."""
     settings = architecture.get_text_config().to_dict()
     if not has_routers(settings) or config.training.task.is_of_rows:
         return ()

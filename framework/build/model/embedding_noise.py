@@ -1,7 +1,7 @@
-"""NEFTune: uniform noise on what the input embeddings give, while the model trains.
+"""NEFTune: uniform noise on the output of the input embeddings during training.
 
-Jain et al. 2023, arXiv 2310.05914, algorithm 1: at most alpha / sqrt(tokens x width), drawn anew for each micro batch.
-The tokens are those of a row as it is computed, padding included, as in transformers' Trainer.
+Jain et al. 2023, arXiv 2310.05914, algorithm 1: at most alpha / sqrt(tokens x width), drawn for each micro batch.
+Tokens include padding, as in transformers' Trainer.
 """
 
 import math
@@ -16,7 +16,7 @@ from framework.build.model.parts import causal_model
 
 @dataclass(frozen=True)
 class EmbeddingNoise:
-    """A forward hook of the input embeddings. In evaluation it changes nothing and draws nothing."""
+    """Forward hook of the input embeddings. In evaluation it changes nothing and draws nothing."""
 
     alpha: float
 
@@ -28,12 +28,12 @@ class EmbeddingNoise:
 
 
 def add_embedding_noise(alpha: float | None, model: nn.Module) -> None:
-    """Have the input embeddings of a built model give noise too, unless `alpha` is None."""
+    """Add the noise to the input embeddings of a built model, unless `alpha` is None."""
     if alpha is not None:
         causal_model(model).get_input_embeddings().register_forward_hook(EmbeddingNoise(alpha))
 
 
 def embedding_noise(model: nn.Module) -> list[EmbeddingNoise]:
-    """What noise the input embeddings of a model give."""
+    """The noise hooks on the input embeddings of a model."""
     hooks = causal_model(model).get_input_embeddings()._forward_hooks.values()
     return [hook for hook in hooks if isinstance(hook, EmbeddingNoise)]

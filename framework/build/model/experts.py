@@ -1,4 +1,4 @@
-"""Mixtures of experts: the routers of a model, and how evenly they send tokens to their experts."""
+"""Mixtures of experts: the routers of a model, and the load of their experts."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +14,11 @@ from framework.build.ranks import Ranks
 from framework.schema.config import TrainingConfig
 
 _NAMES = ("gate", "router")
-"""What transformers calls the module that chooses among the `experts` next to it (5.17 to 5.24)."""
+"""transformers' names of a router, a sibling of `experts` (5.17 to 5.24)."""
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that choose each token's experts, by their names in the model without an adapter."""
+    """The routers, by their names in the model without an adapter."""
     modules = dict(causal_model(model).named_modules())
     return {
         name: module
@@ -28,7 +28,7 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def chosen_and_available(config: PretrainedConfig) -> tuple[int, int] | None:
-    """How many experts a token meets in a layer, and how many there are; None without experts."""
+    """Number of experts per token and of all experts in a layer; None without experts."""
     chosen: int | None = getattr(config, "num_experts_per_tok", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     available = next((count for name in names if (count := getattr(config, name, None))), None)
@@ -37,28 +37,28 @@ def chosen_and_available(config: PretrainedConfig) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How many tokens each expert was sent since the last `forget`: int64 `[routers, experts]` on the device.
+    """Tokens routed to each expert since the last `forget`: int64 `[routers, experts]` on the device.
 
-    Padding counts, and with checkpointing every token twice. Nothing waits for the device.
+    Padding counts, and with checkpointing every token twice. Counting does not synchronize with the device.
     """
 
     counts: Tensor
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset the counts."""
         self.counts.zero_()
 
     def busiest_share(self, ranks: Ranks) -> Tensor:
-        """Share of the choices that went to the busiest expert, mean over the routers, of all ranks: a float64 scalar.
-        1 / experts where the load is even."""
+        """Share of tokens routed to the busiest expert, mean over the routers, over all ranks: a float64 scalar. It is
+        1 / experts for an even load."""
         counts = ranks.sum(self.counts.double())
         share: Tensor = (counts.amax(1) / counts.sum(1).clamp(min=1)).mean()
         return share
 
 
 def watch_experts(config: TrainingConfig, model: nn.Module, place: Place) -> ExpertLoad | None:
-    """Count where the routers of a built model send tokens in training; None where it has no routers, or compiles its
-    blocks, which do not give that out."""
+    """Count the tokens that a model's routers send to each expert in training; None without routers, and for compiled
+    blocks, whose routers are not accessible."""
     found, numbers = routers(model), chosen_and_available(causal_model(model).config.get_text_config())
     if not found or numbers is None or config.training.compile is True:
         return None
@@ -70,7 +70,8 @@ def watch_experts(config: TrainingConfig, model: nn.Module, place: Place) -> Exp
 
 @torch.no_grad()
 def _count(counts: Tensor, chosen: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    """A forward hook. A router gives the numbers of the experts, `[tokens, chosen]`, or at least its logits."""
+    """Forward hook that counts a router's choices: its indices of experts, `[tokens, chosen]`, or else from its
+    logits."""
     if not module.training:
         return
     given = [item for item in (output if isinstance(output, tuple) else (output,)) if isinstance(item, Tensor)]

@@ -1,4 +1,5 @@
-"""`model.freeze_layers`, `freeze_router`, `freeze_first_blocks`: what is not trained; fingerprints of tensors."""
+"""Freezing of parameters (`model.freeze_layers`, `freeze_router`, `freeze_first_blocks`), and fingerprints of
+tensors."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from framework.schema.model import ModelParams
 from framework.schema.plural import counted
 
 EMBEDDINGS = "embeddings"
-"""The word that means every embedding, whatever the family calls it."""
+"""The pattern for all embeddings, whatever their name."""
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """What one pattern, or `first 8 blocks`, matched: parameters by their names in the model as it was built."""
+    """Parameters frozen by one pattern or option, by their names in the built model."""
 
     key: str
     pattern: str
@@ -30,7 +31,7 @@ class Frozen:
     parameters: int
     bytes: int
     shares_head: bool = False
-    """Whether the head's weight is among them, because it is an embedding's."""
+    """Whether the head's weight is among them, because it is tied to an embedding."""
 
     def __str__(self) -> str:
         tied = ", the head among them" if self.shares_head else ""
@@ -38,7 +39,7 @@ class Frozen:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether the dotted `pattern` stands, segment by segment, somewhere in the dotted `name`.
+    """Whether the dotted `pattern` matches consecutive segments of the dotted `name`.
 
     `layers.1` matches `model.layers.1.mlp.weight` and not `model.layers.10.mlp.weight`; each segment may be a glob.
     """
@@ -48,10 +49,9 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def freeze(params: ModelParams, model: PreTrainedModel) -> tuple[Frozen, ...]:
-    """Switch off the gradients of every parameter that a pattern matches, or that is a router's or in the first blocks.
+    """Disable the gradients of all parameters that match a pattern, or belong to the routers or the first blocks.
 
-    Raises RequestError naming each pattern that matches nothing, for a model without routers, or when nothing is left
-    to train.
+    Raises RequestError for patterns without a match, for a model without routers, or if nothing is left to train.
     """
     found, problems = [], []
     if params.freeze_first_blocks:
@@ -105,8 +105,8 @@ def _embeddings(model: nn.Module) -> list[str]:
 
 
 def still_frozen(model: nn.Module, names: frozenset[str], numel: Callable[[str, Tensor], int]) -> int:
-    """How many parameters of those names have no gradient now, in the model or under its adapter; `numel` counts all of
-    one of which this rank may have a part."""
+    """Number of elements of the parameters of these names that are frozen now, in the model or under its adapter;
+    `numel` counts the full parameter, of which this rank may hold a part."""
     return sum(
         numel(name, parameter)
         for name, parameter in model.named_parameters()
@@ -115,7 +115,7 @@ def still_frozen(model: nn.Module, names: frozenset[str], numel: Callable[[str, 
 
 
 def nearest_modules(pattern: str, model: nn.Module) -> str | None:
-    """Names of modules that look like a pattern, for a message; None where none does."""
+    """Module names similar to a pattern, for a message; None if there are none."""
     names = [name for name, _ in model.named_modules() if name]
     tails = {".".join(name.split(".")[-len(pattern.split(".")) :]) for name in names}
     return ", ".join(get_close_matches(pattern, sorted(tails), 3, cutoff=0.4)) or None
@@ -127,7 +127,8 @@ _PIECE = 1 << 24
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A number of 64 bits that depends on every bit of the tensors, in their order; of split ones, of this part."""
+    """A 64-bit number that depends on every bit of the tensors, in their order; of sharded ones, on this rank's
+    shard."""
     found = 0
     for tensor in tensors:
         whole = local_part(tensor.detach()).contiguous().flatten()

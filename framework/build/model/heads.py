@@ -1,7 +1,7 @@
-"""The head that a task puts on a model: the logits of each token, or one answer for a row as a whole.
+"""Task heads: a language model's logits for each token, or one output for a row.
 
-A model that answers for rows is transformers' `...ForSequenceClassification` of its kind. An encoder is pooled as its
-family does it; of a decoder the last token that is not padding is read, which it finds by `pad_token_id`.
+For a task of rows the model is transformers' `...ForSequenceClassification` of its family. An encoder is pooled as its
+family does it; a decoder at the last token that is not padding, which it finds by `pad_token_id`.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
 
 ASSUMED = {Task.CLASSIFICATION: ("negative", "positive"), Task.REGRESSION: ("value",), Task.REWARD: ("reward",)}
-"""Names of a model's answers where neither `data.labels` nor rows have told."""
+"""Names of a model's outputs if neither `data.labels` nor the rows give them."""
 
 _KEY = "model.architecture"
 _OURS = ("num_labels", "id2label", "label2id", "problem_type")
@@ -40,34 +40,34 @@ def model_class(task: Task) -> Any:
 
 
 def answers(config: TrainingConfig) -> tuple[str, ...]:
-    """Names of the numbers that the model of a task of rows gives for each of them."""
+    """Names of the outputs of a model for a task of rows."""
     labels = config.data.labels if config.training.task is not Task.REWARD else ()
     return labels or ASSUMED[config.training.task]
 
 
 def describe_answers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
-    """What a plan has assumed of the head, and of convolutions."""
-    said = []
+    """Assumptions of a plan about the head and convolutions."""
+    assumptions = []
     if config.training.task in (Task.CLASSIFICATION, Task.REGRESSION) and not config.data.labels:
         assumed = len(answers(config))
-        said.append(f"data.labels is unset, and a plan reads no rows: the head has {counted(assumed, 'output')}")
+        assumptions.append(f"data.labels is unset, and a plan reads no rows: the head has {counted(assumed, 'output')}")
     if type(architecture) in CONVOLUTIONAL and config.gpu.name != "cpu":
-        said.append("cuDNN's workspaces for convolutions are not known beforehand: they come on top")
-    return tuple(said)
+        assumptions.append("cuDNN's workspaces for convolutions are not known in advance: they come on top")
+    return tuple(assumptions)
 
 
 def fit_head(config: TrainingConfig, architecture: PretrainedConfig) -> None:
-    """Write the size, the names and the kind of the head into the model's own config. Raises RequestError for a model
-    that cannot have the head of this task."""
+    """Set the head's size, names and problem type in the model's own config. Raises RequestError for a model that
+    cannot have the head of this task."""
     task = config.training.task
     if not task.is_of_rows:
-        # Tasks of tokens predict the next one, which a model that reads both ways would simply see.
+        # Tasks of tokens predict the next one, which a bidirectional model would see.
         if not _has_causal_model(architecture):
             message = f"{architecture.model_type} is not a causal language model"
             expected = "a decoder, such as llama; or training.task=classification"
             raise RequestError([Problem(f"{_KEY}.model_type", message, expected=expected)])
         if reads_both_ways(architecture):
-            message = f"{architecture.model_type} reads both ways here, so the next token would be visible to it"
+            message = f"{architecture.model_type} is bidirectional here, so it would see the next token"
             raise RequestError(
                 [Problem(f"{_KEY}.is_decoder", message, expected="true; or training.task=classification")]
             )
@@ -82,11 +82,11 @@ def fit_head(config: TrainingConfig, architecture: PretrainedConfig) -> None:
     architecture.problem_type = kinds[config.data.multi_label is True] if is_class else "regression"
     text = architecture.get_text_config()
     if text.pad_token_id is None:
-        text.pad_token_id = 0  # until `pad_like` knows the tokenizer
+        text.pad_token_id = 0  # replaced by `pad_like`, which knows the tokenizer
 
 
 def refuse_without_attention(config: TrainingConfig, architecture: PretrainedConfig) -> None:
-    """Raises RequestError for options that a convolutional model has nothing for."""
+    """Raise RequestError for options that do not apply to a convolutional model."""
     if type(architecture) not in CONVOLUTIONAL:
         return
     kind, model = architecture.model_type, config.model
@@ -95,14 +95,14 @@ def refuse_without_attention(config: TrainingConfig, architecture: PretrainedCon
         Problem(key, f"{kind} has no attention", expected="unset") for key, value in asked.items() if value is not None
     ]
     if config.training.use_peft:
-        message = f"an adapter saves nothing beside {kind}, which has few weights and none that are pretrained"
+        message = f"an adapter saves no memory with {kind}, which has few weights and no pretrained ones"
         problems.append(Problem("training.use_peft", message, expected="false"))
     if problems:
         raise RequestError(problems)
 
 
 def pad_like(architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A decoder that answers for rows takes the id that rows are padded with for the padding."""
+    """Set the config's pad token to the id that rows are padded with, by which a decoder finds the last token."""
     architecture.get_text_config().pad_token_id = padding_id(tokenizer)
 
 
@@ -112,10 +112,10 @@ def answers_for_rows(model: nn.Module) -> bool:
 
 
 def head_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """What stands on top of the model's body, by name.
+    """The modules of the head, by name.
 
-    In a model of tokens the matrix of the logits. In one of rows all but the body, and an encoder's pooler, which
-    checkpoints that were trained on masked tokens do not have.
+    For a language model the output embedding. For a task of rows everything but the body, and an encoder's pooler,
+    which masked language models do not have in their checkpoints.
     """
     if answers_for_rows(model):
         body = model.base_model_prefix
@@ -128,30 +128,31 @@ def head_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def head_layers(model: PreTrainedModel) -> set[nn.Module]:
-    """The modules of the head and those within them."""
+    """The modules of the head, including nested ones."""
     return {inner for module in head_modules(model).values() for inner in module.modules()}
 
 
 def is_new(model: PreTrainedModel, name: str) -> bool:
-    """Whether a weight that a checkpoint lacks belongs to the head of a task of rows, which then starts random."""
+    """Whether a weight missing from the checkpoint belongs to the head of a task of rows, so that it may start
+    random."""
     return answers_for_rows(model) and name.startswith(tuple(f"{top}." for top in head_modules(model)))
 
 
 def reads_both_ways(architecture: PretrainedConfig) -> bool:
-    """Whether each token sees those behind it, padding too unless a mask hides it."""
+    """Whether attention is bidirectional, so that padding needs a mask."""
     if not _has_causal_model(architecture):
         return True
     return getattr(architecture, "is_decoder", None) is False and read_by_model(architecture, "is_decoder")
 
 
 def _has_causal_model(architecture: PretrainedConfig) -> bool:
-    """Whether transformers has a decoder of the kind, or the model brings the code of one."""
+    """Whether transformers has a causal model for the architecture, or the model brings its own code for one."""
     brought = getattr(architecture, "auto_map", None) or {}
     return AutoModelForCausalLM._model_mapping.get(type(architecture), None) or "AutoModelForCausalLM" in brought
 
 
 def read_by_model(architecture: PretrainedConfig, key: str) -> bool:
-    """Whether the model's code reads a key that its config class does not declare, as Qwen3-MoE does `head_dim`."""
+    """Whether the model's code uses a key that its config class does not declare, as Qwen3-MoE does with `head_dim`."""
     kind: Any = type(architecture)
     return _reads(kind, key)
 
@@ -164,7 +165,7 @@ def _reads(kind: Any, key: str) -> bool:
         code = inspect.getsource(sys.modules[built.__module__]) if built else ""
     except (KeyError, OSError):
         return False
-    name = re.escape(key)  # not where an example in a docstring sets it
+    name = re.escape(key)  # excludes examples in docstrings that set it
     return re.search(rf'config\.{name}\b(?!\s*=[^=])|getattr\((?:self\.)?config, "{name}"', code) is not None
 
 
@@ -181,7 +182,7 @@ def _refuse_without_classifier(config: TrainingConfig, architecture: PretrainedC
         expected = "bert, modernbert, llama, qwen3 and most other encoders and decoders"
         problems.append(Problem(f"{_KEY}.model_type", f"{kind} {why}, and the task is {task}", expected=expected))
     elif getattr(architecture, "is_decoder", False) and read_by_model(architecture, "is_decoder"):
-        message = f"{kind} is pooled at its first token, which sees nothing behind it when it reads one way"
+        message = f"{kind} is pooled at its first token, which sees no other token in a decoder"
         problems.append(Problem(f"{_KEY}.is_decoder", message, expected="false"))
     if problems:
         raise RequestError(problems)

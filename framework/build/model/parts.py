@@ -1,4 +1,4 @@
-"""Parts of a model: itself without an adapter's wrapper, its blocks, and what runs before and after them."""
+"""Parts of a model: the base without an adapter's wrapper, its blocks, and the modules before and after them."""
 
 from collections.abc import Sequence
 
@@ -14,19 +14,19 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
 
 
 def is_of_adapter(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter of an adapted model is the adapter's: trained, or an A matrix of LoRA that stays as drawn."""
+    """Whether a parameter of an adapted model belongs to the adapter: trained, or a frozen A matrix of LoRA."""
     return parameter.requires_grad or ".lora_A." in name
 
 
 def transformer_blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The repeated blocks of the model, in the order they run."""
+    """The transformer blocks, in execution order."""
     return [module for module in causal_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def ends_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """What runs before the blocks and what runs after: the embedding, and the last norm with the head.
+    """Modules before the blocks (the embedding) and after them (the last norm and the head).
 
-    Empty where they share weights, or where the order in which a class has its modules does not tell them.
+    Empty if they share weights, or if the modules of the class are not in execution order.
     """
     causal = causal_model(model)
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()

@@ -52,7 +52,7 @@ class Update(NamedTuple):
 
     @property
     def moved(self) -> int:
-        """Bytes that an update reads and writes: the gradient is only read."""
+        """Bytes that an update reads and writes; the gradient is only read."""
         sizes = [tensor.nbytes for tensor in self.tensors if tensor is not None]
         return 2 * sum(sizes) - self.gradient.nbytes
 
@@ -197,7 +197,7 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
 
 
 def note_only(table: Tensor, chunks: int, update: Update, numbers: Numbers) -> None:
-    """Stand in for a launch in a rehearsal: the table is there, and `_launch` has told what moves."""
+    """Placeholder for a launch in a rehearsal: the table exists, and `_launch` has noted the bytes."""
 
 
 def _launch(kernel: Kernel | None, updates: Sequence[Update], numbers: Numbers) -> None:

@@ -1,4 +1,4 @@
-"""`training.optimizer`: trained parameters in groups, matrices treated apart, the torch optimizer over them."""
+"""`training.optimizer`: parameter groups, matrices with separate treatment, and the torch optimizer."""
 
 import re
 from collections import defaultdict
@@ -36,9 +36,9 @@ def hidden_matrices(model: nn.Module) -> frozenset[Tensor]:
 
 
 def matrix_parameters(training: TrainingParams, model: nn.Module) -> frozenset[Tensor]:
-    """Those that `training.optimizer` orthogonalises or projects; empty for one that treats all weights alike.
+    """Matrices that `training.optimizer` orthogonalizes or projects; empty for an optimizer without special treatment.
 
-    Raises RequestError where such an optimizer would find none, and train everything as AdamW does.
+    Raises RequestError if there are none, so that it would be plain AdamW.
     """
     choice = training.optimizer
     if not facts_of(choice).of_matrices:
@@ -64,17 +64,16 @@ def matrix_parameters(training: TrainingParams, model: nn.Module) -> frozenset[T
 
 
 RATE_FACTOR = "rate_factor"
-"""Key of a parameter group that learns at a multiple of the schedule's rate. `train_step` reads it."""
+"""Key of a parameter group with the factor on the schedule's rate, used by `train_step`."""
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_\w+(?:$|\.)")
-"""Parameters that weight decay passes over: biases and norms, as transformers.Trainer names them, and GPT-2's `ln_`."""
+"""Parameters without weight decay: biases and norms, as in transformers.Trainer, and GPT-2's `ln_`."""
 
 
 def parameter_groups(config: TrainingConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """The trained parameters by rate and decay, biases and norms last.
+    """Trained parameters grouped by rate and decay, biases and norms last.
 
-    Raises RequestError for each item of `training.parameter_groups` that matches no trained parameter, or one that
-    another matches.
+    Raises RequestError for items of `training.parameter_groups` that match no trained parameter, or the same one.
     """
     training = config.training
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -94,12 +93,12 @@ def parameter_groups(config: TrainingConfig, model: nn.Module) -> list[dict[str,
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay is for this parameter, which is neither a bias nor of a norm."""
+    """Whether the parameter has weight decay: neither a bias nor part of a norm."""
     return _NOT_DECAYED.search(name.lower()) is None
 
 
 def rate_and_decay(training: TrainingParams, name: str) -> tuple[float, float]:
-    """The multiple of the schedule's rate that a recipe gives a parameter, and its decay."""
+    """The factor on the schedule's rate for a parameter, and its decay."""
     own = next((group for group in training.parameter_groups if matches(group.match, name)), ParameterGroup(match=name))
     factor = 1.0 if own.learning_rate is None else own.learning_rate / training.learning_rate
     decay = training.weight_decay if own.weight_decay is None else own.weight_decay
@@ -129,10 +128,10 @@ def _refuse_patterns(training: TrainingParams, trained: list[str], model: nn.Mod
 def build_optimizer(
     config: TrainingConfig, model: nn.Module, place: Place, from_python: FromPython = TASKS_OWN
 ) -> torch.optim.Optimizer:
-    """The optimizer that was asked for, its implementation stated rather than left to torch's default.
+    """Build the optimizer, with an explicit implementation rather than torch's default.
 
-    When updates come during backward or states live off the device, each parameter has an optimizer of its own. Raises
-    RequestError for an optimizer of matrices where none is trained that it is for, and as `parameter_groups` does.
+    For updates in backward or offloaded states each parameter has its own optimizer. Raises RequestError for an
+    optimizer of matrices without a matrix to train, and as `parameter_groups` does.
     """
     training = config.training
     groups = parameter_groups(config, model)

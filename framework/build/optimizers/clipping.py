@@ -14,11 +14,11 @@ NEVER_ZERO = 1e-6
 
 
 def gradient_norms(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-    """The 2-norm of all gradients together, a float32 scalar on their device, and of each in the order of `parameters`;
-    of each none where gradients are split over ranks.
+    """The 2-norm of all gradients, a float32 scalar on their device, and of each in the order of `parameters` (none if
+    gradients are sharded).
 
-    Each gradient is read once. Its squares are summed in float32 and stay so: torch's own norm of bfloat16 gradients is
-    rounded to 8 bits, twice. Where gradients are split over ranks, every rank must call this.
+    Each gradient is read once. Squares are summed in float32: torch's own norm of bfloat16 gradients is rounded to 8
+    bits, twice. With sharded gradients every rank must call this.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients or any(hasattr(gradient, "full_tensor") for gradient in gradients):
@@ -36,10 +36,10 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, list[Ten
 def clip_gradients(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], limit: float, norm: Tensor
 ) -> None:
-    """Have gradients of this norm scaled down to `limit` in the update that follows, where they are above it.
+    """Scale gradients with this norm down to `limit` for the next update, if they exceed it.
 
-    An optimizer that divides by a scale as it reads its gradients is given the scale; for others the gradients are
-    multiplied, in a pass over them of its own.
+    An optimizer that applies a scale when it reads gradients is given the scale; for others the gradients are
+    multiplied in a separate pass.
     """
     parts = list(optimizer.parts.values()) if isinstance(optimizer, ParameterWise) else [optimizer]
     if not all(isinstance(part, AnyPrecisionAdamW) for part in parts):

@@ -34,7 +34,7 @@ class LowBit:
     even: bool = False
 
     def is_coded(self, count: int) -> bool:
-        """Whether a parameter of `count` elements has states of few bits."""
+        """Whether a parameter of `count` elements has quantized states."""
         return self.bits < 32 and count >= SMALLEST and not (self.even and count % self.block)
 
     def is_paged(self, count: int) -> bool:
@@ -117,7 +117,7 @@ class RehearsedLowBit(torch.optim.Optimizer):
 
 
 def _nbytes(state: Tensor) -> int:
-    return state.numel() * state.element_size()  # of what is paged, too, which is one element here
+    return state.numel() * state.element_size()  # paged states too, which have one element here
 
 
 def managed(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -128,12 +128,12 @@ def managed(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def is_managed(tensor: Tensor) -> bool:
-    """Whether the tensor lies in managed memory. It says that its device is the CPU."""
+    """Whether the tensor is in managed memory; its reported device is the CPU."""
     return bool(getattr(tensor, "is_paged", False))
 
 
 def forget_pages(optimizer: torch.optim.Optimizer) -> None:
-    """Drop what bitsandbytes holds of paged states next to the optimizer's own, so that dropped states are freed."""
+    """Drop bitsandbytes' extra references to paged states, so that dropped states are freed."""
     for part in (optimizer, *getattr(optimizer, "parts", {}).values()):
         if type(part).__module__.startswith("bitsandbytes"):
             part.page_mng.paged_tensors.clear()

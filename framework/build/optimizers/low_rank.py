@@ -1,4 +1,4 @@
-"""AdamW whose moments live in a low-rank picture of each matrix's gradient: GaLore and APOLLO."""
+"""GaLore and APOLLO: AdamW with moments in a low-rank projection of each matrix's gradient."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -13,7 +13,8 @@ from framework.schema.training import TrainingParams
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon (Jordan et al. 2024; rate scaled to AdamW's as in arXiv 2502.16982) next to torch.optim.AdamW.
+    """torch.optim.Muon (Jordan et al. 2024; rate scaled to AdamW's as in arXiv 2502.16982) combined with
+    torch.optim.AdamW.
 
     `matrices` are the parameters for Muon: one momentum in their dtype. The others have AdamW's two. Both share
     `param_groups` and `state`, so that schedules and checkpoints see one optimizer.

@@ -24,7 +24,7 @@ class StateStore:
     folder: Path | None
 
     def hold(self, like: Tensor, name: str) -> Tensor:
-        """An empty tensor of the store, of the shape and dtype of `like`. Raises RequestError when the disk is full."""
+        """An empty tensor in the store, with the shape and dtype of `like`. Raises RequestError if the disk is full."""
         if self.place.rehearsed:
             on_card = self.place.kind == "cuda"  # one shared element in the host's name: a rehearsal takes no memory
             return torch.zeros((), dtype=like.dtype, device="cpu").expand(like.shape) if on_card else like.clone()
@@ -35,13 +35,13 @@ class StateStore:
 
 
 def _mapped(file: Path, like: Tensor) -> Tensor:
-    """A tensor over a file. Its name goes at once, so that nothing is left behind however the run ends; its room on
-    the disk is taken now, because a full disk would kill the process later.
+    """A memory-mapped tensor. The file's name is removed at once, so that nothing is left behind; its disk space is
+    allocated now, because a full disk would kill the process later.
     """
     size = like.numel() * like.element_size()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)  # of a process that was killed
+        file.unlink(missing_ok=True)  # left by a killed process
         with file.open("xb") as opened:
             os.posix_fallocate(opened.fileno(), 0, size)
         tensor = torch.from_file(str(file), shared=True, size=like.numel(), dtype=like.dtype, device="cpu")
@@ -91,7 +91,7 @@ class ParameterWise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def stow(self, parameter: Tensor) -> None:
-        """Move the states of one parameter to the store, if there is one."""
+        """Move the states of a parameter to the store, if there is one."""
         if self.store is None:
             return
         state, held = self.state[parameter], self.held[parameter]
@@ -105,12 +105,11 @@ class ParameterWise(torch.optim.Optimizer):
                 state[key] = held[key]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and with them the note of what was updated."""
+        """Clear the gradients and the record of updated parameters."""
         self.stepped.clear()
         super().zero_grad(set_to_none)
 
 
 def moves(key: str, value: Any) -> bool:
-    """Whether a state is offloaded. The count of steps and the like stay, and the average of the weights has a place of
-    its own."""
+    """Whether a state is offloaded; step counts and the average of the weights are not."""
     return isinstance(value, Tensor) and value.dim() > 0 and key != AVERAGE

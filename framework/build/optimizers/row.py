@@ -1,4 +1,4 @@
-"""What makes an optimizer, and how it is told from others: a row in the `ROWS` of the module that its facts name."""
+"""Rows that make and recognize an optimizer, in the `ROWS` of the module that its facts name."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from framework.schema.training import TrainingParams
 
 Groups = list[dict[str, Any]]
 State = tuple[str, str]
-"""Name of a state and what it is made of: its dtype, and `managed` where it lies in managed memory."""
+"""Name of a state, and its dtype, with `managed` for managed memory."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What some optimizers must know of the whole model, whichever of its parameters they are given."""
+    """Facts of the whole model that some optimizers need, whichever parameters they are given."""
 
     place: Place
     numbers: Mapping[Tensor, int]
@@ -32,7 +32,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Looked:
-    """A trained tensor whose states are looked at."""
+    """A trained tensor whose states are inspected."""
 
     tensor: Tensor
     is_matrix: bool
@@ -45,7 +45,7 @@ class Looked:
 
 @dataclass(frozen=True)
 class Row:
-    """How one optimizer is made, recognized and looked at."""
+    """Construction, recognition and expected states of one optimizer."""
 
     make: Callable[[TrainingParams, Groups, Trained], torch.optim.Optimizer]
     is_one: Callable[[torch.optim.Optimizer], bool]
@@ -66,10 +66,10 @@ def betas_of(training: TrainingParams) -> tuple[float, float]:
 
 
 def in_its_dtype(*names: str) -> Callable[[TrainingParams, Looked], Iterable[State]]:
-    """States of these names in the dtype of the tensor."""
+    """Expected states with these names in the tensor's dtype."""
     return lambda training, looked: [(name, looked.dtype) for name in names]
 
 
 def made_of(dtype: torch.dtype, managed: bool = False) -> str:
-    """What a state is made of: its dtype, and whether it lies in managed memory."""
+    """Description of a state: its dtype, and whether it is in managed memory."""
     return str(dtype).removeprefix("torch.") + (" managed" if managed else "")

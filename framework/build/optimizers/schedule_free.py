@@ -12,9 +12,9 @@ from framework.schema.training import TrainingParams
 class ScheduleFreeAdamW(torch.optim.Optimizer):
     """Defazio et al., "The Road Less Scheduled", arXiv 2405.15682; the arithmetic of facebookresearch/schedule_free.
 
-    The model holds y, where gradients are taken; the states are z, where steps are made, and the second moment, both
-    in the parameter's dtype. The average x, which is what was learnt, is y moved away from z by 1 / beta1.
-    Two temporaries of the largest parameter.
+    The model holds y, where gradients are taken; the states are z, where steps are made, and the second moment, both in
+    the parameter's dtype. The average x, the result of training, is y moved away from z by 1 / beta1. Two temporaries
+    of the largest parameter.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
@@ -46,7 +46,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
 @torch.no_grad()
 def take_schedule_free_average(optimizer: torch.optim.Optimizer) -> None:
-    """Put the averaged weights in the model for good. Nothing happens for an optimizer that keeps no such average."""
+    """Replace the model's weights by the averaged ones for good; for other optimizers do nothing."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             z = optimizer.state.get(parameter, {}).get("z")

@@ -1,7 +1,7 @@
 """`training.ema_decay`: an exponential moving average of the trained weights, kept with the optimizer's states.
 
-As a state it is saved, resumed and counted as the others are. It is float32 (a step of 1 - decay would round away in
-half precision), and starts from the weights before the first update.
+As a state it is saved, resumed and counted like the others. It is float32 (a step of 1 - decay would round away in half
+precision), and starts from the weights before the first update.
 """
 
 import contextlib
@@ -28,10 +28,9 @@ def average_follows(
     place: Place,
     found_inf: Tensor | None,
 ) -> Iterator[None]:
-    """Around an update: afterwards a = decay a + (1 - decay) w, of every trained weight.
+    """Context around an update, after which a = decay a + (1 - decay) w for every trained weight.
 
-    `found_inf`: where the update reads on the device whether it may change anything, the scalar that it reads; then
-    the average stays as well.
+    `found_inf` is the device scalar by which the update is skipped; the average is then skipped as well.
     """
     if training.ema_decay is None:
         yield
@@ -51,18 +50,20 @@ def average_follows(
         staging = _staging(parameters)
         share = share if place.rehearsed else share.cpu()
     for parameter, average in zip(parameters, averages, strict=True):
-        optimizer.state[parameter][AVERAGE] = average  # after the update: optimizers make their states where none is
+        optimizer.state[parameter][AVERAGE] = (
+            average  # after the update, since optimizers create their states only if there are none
+        )
         weights, held = local_part(parameter.detach()), local_part(average)
         if on_host and place.rehearsed:
-            continue  # of the average there is one element, in the host's name; plans add the time to the step
+            continue  # a rehearsal holds one element of the average; plans add the time to the step
         if on_host:
             weights = staging[: weights.nbytes].view(weights.dtype).view(weights.shape).copy_(weights)
         held.lerp_(weights.to(held.dtype), share.to(held.device, held.dtype))
 
 
 def _staging(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Pinned memory for the largest weight, through which all come to the host one by one at the full rate of the
-    link; new memory for each would cost page faults, too."""
+    """Pinned buffer of the largest weight, through which all are copied to the host at the link's full rate, without
+    page faults for new memory."""
     size = max(local_part(parameter.detach()).nbytes for parameter in parameters)
     with pinning(size):
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)

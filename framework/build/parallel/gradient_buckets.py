@@ -1,8 +1,8 @@
-"""Copies of a model on several ranks that add up their gradients when backward is done (`training.on_oom: shrink`).
+"""Data parallelism with gradients reduced after backward (`training.on_oom: shrink`).
 
-torch's DDP does so in the middle of backward, where a rank that runs out of memory leaves the others waiting. Here
-ranks meet when each has all of its gradients, or says that it has not. Gradients live in a few flat tensors, as in DDP,
-which are sent as they are: the same memory, no copies. What is lost is that the exchange goes on during backward.
+torch's DDP reduces during backward, where a rank that runs out of memory would leave the others waiting. Here ranks
+communicate when each has all of its gradients, or reports that it has failed. Gradients are views of a few flat
+tensors, as in DDP: the same memory, no copies. The cost is the lost overlap with backward.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from framework.build.place import Place
 from framework.build.ranks import Ranks
 
 BUCKET_BYTES = 1 << 28
-"""Most bytes of a bucket of several gradients: an exchange of that size takes a thousand times as long as its start."""
+"""Maximum bytes of a bucket: an all-reduce of that size takes a thousand times its latency."""
 _ALIGNMENT = 512
-"""Where torch's allocator lets tensors begin; kernels take wider loads there."""
+"""Alignment of tensors in torch's allocator, at which kernels use wider loads."""
 
 
 class GradientBuckets:
-    """The model as all ranks train it, a `Parallel`; `ranks` of a rehearsal are one. `hold` comes before training."""
+    """A `Parallel` with gradients in buckets; a rehearsal has one rank. Call `hold` before training."""
 
     def __init__(self, model: nn.Module, place: Place, ranks: Ranks) -> None:
         self._model, self._place, self._ranks = model, place, ranks
@@ -32,7 +32,7 @@ class GradientBuckets:
         self._views: list[Tensor] = []
         self.buckets: list[Tensor] = []
         self.reached: set[nn.Parameter] = set()
-        if not place.rehearsed:  # a rehearsal holds them when its record has begun
+        if not place.rehearsed:  # a rehearsal does it after its recording has started
             self._begin_alike()
             self.hold()
 
@@ -41,11 +41,11 @@ class GradientBuckets:
         return function(self._model, *arguments)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward adds to this rank's own gradients, whatever comes next."""
+        """No-op: backward always accumulates into this rank's own gradients."""
         return contextlib.nullcontext()
 
     def hold(self) -> None:
-        """Take the memory of all gradients, zeros, for as long as the model is trained."""
+        """Allocate all gradients, as zeros, for the whole training."""
         for parameters in _grouped(self._trained):
             first = parameters[0]
             size = sum(map(_padded, parameters))
@@ -60,24 +60,24 @@ class GradientBuckets:
         self.reached = reached_by_backward(self._trained)
 
     def add_up(self) -> None:
-        """Leave on every rank the sum of all ranks' gradients. Raises OutOfMemoryElsewhere before any is changed."""
+        """All-reduce the gradients. Raises OutOfMemoryElsewhere before any is changed."""
         for parameter, view in zip(self._trained, self._views, strict=True):
-            assert parameter.grad is view, "a gradient is where the exchange does not see it"
+            assert parameter.grad is view, "a gradient is not in its bucket"
         self._ranks.check_in()
         if self._ranks.world > 1:
             for bucket in self.buckets:
                 torch.distributed.all_reduce(bucket)
 
     def _begin_alike(self) -> None:
-        """Trained weights as the first rank has them, as DDP does. Waits for ranks that still load."""
+        """Broadcast the first rank's trained weights, as DDP does. Waits for ranks that still load."""
         self._ranks.meet()
         for parameter in self._trained:
             torch.distributed.broadcast(parameter.detach(), 0)
 
 
 def reached_by_backward(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
-    """Those that backward has given something since this was called, in a set that grows; where a gradient is there
-    before, it does not tell."""
+    """A growing set of the parameters that backward has reached since this call; needed because gradients already
+    exist."""
     reached: set[nn.Parameter] = set()
     for parameter in parameters:
 
@@ -91,7 +91,7 @@ def reached_by_backward(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]
 
 
 def _grouped(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one dtype whose gradients make a bucket together."""
+    """Groups of adjacent parameters of one dtype that share a bucket."""
     group: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -106,6 +106,6 @@ def _grouped(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 
 def _padded(parameter: Tensor) -> int:
-    """Elements up to where the next gradient may begin."""
+    """Number of elements including alignment padding."""
     unit = _ALIGNMENT // parameter.element_size()
     return -(-parameter.numel() // unit) * unit

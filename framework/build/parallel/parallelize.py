@@ -1,4 +1,4 @@
-"""The model as several ranks train it: torch's DDP, shards, or copies that add up gradients after backward."""
+"""Wrapping of the model for several ranks: DDP, FSDP, or copies that reduce gradients after backward."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Root(nn.Module):
-    """What is wrapped: its forward is whatever is asked of the model.
+    """The wrapped module, whose forward calls any function of the model.
 
-    So every objective, losses in chunks included, and evaluation run inside the wrapper's forward, which calls parts of
-    the model that a wrapper around the model itself would not see.
+    So objectives, chunked losses included, and evaluation run inside the wrapper's forward although they call parts of
+    the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,10 +44,10 @@ def parallelize(
     shard_loader: ShardLoader | None = None,
     tensor: "TensorParallel | None" = None,
 ) -> Parallel | None:
-    """The model as all ranks train it; None where each trains it as it is. `shard_loader` brings its weights, of which
-    `tensor` leaves this rank's part.
+    """The wrapper of the model; None if none is needed. `shard_loader` loads its weights, which `tensor` cuts to this
+    rank's part.
 
-    Call it right before the optimizer is built. Names of parameters stay as they are.
+    Call it right before the optimizer is built. Parameter names do not change.
     """
     if config.adds_up_after_backward:
         return GradientBuckets(model, place, ranks)
@@ -60,20 +60,20 @@ def parallelize(
         return shard(config, root, model, place, ranks, shard_loader, tensor)
     if tensor is not None:
         tensor.cut_all(model, root, shard_loader)
-    if ranks.world == ranks.alike or place.rehearsed:  # copies are rehearsed as one
+    if ranks.world == ranks.alike or place.rehearsed:  # DDP is rehearsed as one process
         return None
-    ranks.meet()  # from loading, which takes each as long as its disk does
+    ranks.meet()  # loading times differ between ranks
     return _replicated(root, ranks.others)
 
 
 def _replicated(root: Root, group: Any) -> DistributedDataParallel:
-    """torch's DDP: gradients are added up while backward goes on.
+    """torch's DDP, which reduces gradients during backward.
 
-    What is frozen, and buffers, which are constants, are neither compared nor sent: every rank has read the same. Every
-    trained weight gets a gradient in every backward pass, so unused ones are not searched for. Gradients are
-    views of the buckets that are sent: they are there once, not twice.
+    Frozen parameters and (constant) buffers are neither compared nor broadcast, since every rank has loaded the same.
+    Every trained weight gets a gradient in every backward pass, so there is no search for unused ones. Gradients are
+    views of the communication buckets, so they exist only once.
     """
-    torch._dynamo.config.optimize_ddp = False  # it would cut each compiled block at the buckets' edges
+    torch._dynamo.config.optimize_ddp = False  # it would split compiled blocks at bucket boundaries
     frozen = [name for name, parameter in root.named_parameters() if not parameter.requires_grad]
     frozen += [name for name, _ in root.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, frozen)  # type: ignore[no-untyped-call]
@@ -86,11 +86,11 @@ def _replicated(root: Root, group: Any) -> DistributedDataParallel:
 
 
 def _settle_buckets(replicated: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
-    """Have gradients, zeros, where they stay: two passes in which nothing is trained on.
+    """Create the final buckets by two passes with zero gradients.
 
-    Before the second one torch makes its buckets anew, in the order in which gradients came. In training that order
-    would be better by little, and the old buckets would stay until their last gradient has moved: all gradients are
-    there twice for most of a backward pass, and while micro batches are accumulated before there are any.
+    Before the second pass torch rebuilds its buckets in the order of the first gradients. Doing that during training
+    would keep the old buckets until their last gradient has moved, so that all gradients exist twice for most of a
+    backward pass; the better order gains little.
     """
 
     def nothing(model: nn.Module) -> Tensor:
@@ -103,7 +103,7 @@ def _settle_buckets(replicated: DistributedDataParallel, trained: Sequence[nn.Pa
 
 
 def _add_up(group: Any, bucket: GradBucket) -> Future[Tensor]:
-    """DDP's own way to reduce a bucket divides by the world first."""
+    """Communication hook that sums a bucket; DDP's default divides by the world size."""
     work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     added: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return added

@@ -35,34 +35,34 @@ if TYPE_CHECKING:
 
 KEY = "fsdp.tensor_parallel_size"
 BY_OUTPUTS, BY_INPUTS, SEES_A_PART = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""transformers' words (integrations/tensor_parallel.py): the dimension that is cut is 0, 1, none. What is whole and
-sees a part of the heads alone, as the norm of queries, has a part of its gradient on each rank."""
+"""transformers' styles (integrations/tensor_parallel.py): split in dimension 0, in dimension 1, not split. A replicated
+module that sees only some heads, such as the norm of queries, has a partial gradient on each rank."""
 _DIMENSIONS = {BY_OUTPUTS: 0, BY_INPUTS: 1}
 _STAYS_WHOLE = "embedding_rowwise"
-"""An embedding that is also the head would have to be cut otherwise than the plan cuts the head: both stay whole."""
-_WHOLE = "embedding and head are whole"
+"""A tied embedding would need another split than the plan has for the head, so both stay replicated."""
+_WHOLE = "embedding and head are replicated"
 _INSTEAD = "1; fsdp.enable_fsdp=true splits the weights over the devices in another way"
 
 
 @dataclass
 class TensorParallel:
-    """This rank, number `rank` of the `size` that share each matrix.
+    """This rank's place in a tensor-parallel group of `size` ranks.
 
-    `dimensions`: of each parameter that is cut, by its name, the one it is cut in; `partial`: names of those that are
-    whole but whose gradients are parts of a sum.
+    `dimensions`: name of a split parameter -> its split dimension; `partial`: names of replicated parameters with
+    partial gradients.
     """
 
     rank: int
     size: int
     mesh: DeviceMesh | None = None
-    """Of all ranks, `("tensor", "data")`; of one dimension where they are one group."""
+    """Mesh of all ranks, `("tensor", "data")`, or one-dimensional for a single group."""
     group: Any = None
-    """torch's process group of those that share each matrix."""
+    """Process group of the ranks that share each matrix."""
     others: Any = None
-    """torch's process group of those that have the same parts and other rows; None where there are none."""
+    """Process group of the ranks with the same parts and other rows; None without any."""
     dimensions: dict[str, int] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
-    """How long the whole of each is there."""
+    """Full length of each split parameter in its split dimension."""
     partial: set[str] = field(default_factory=set)
     _waiting: dict[nn.Module, dict[str, int]] = field(default_factory=dict)
 
@@ -71,14 +71,14 @@ class TensorParallel:
         return f"{split} in {self.size} parts, one on each device of a group; {_WHOLE}"
 
     def numel(self, name: str, parameter: Tensor) -> int:
-        """Elements of all of a parameter."""
+        """Number of elements of the full parameter."""
         return parameter.numel() * (self.size if name in self.dimensions else 1)
 
     def arrange(self, model: nn.Module) -> None:
-        """Find what is to be cut, and let blocks exchange what they then have to.
+        """Determine the parameters to split, and install the blocks' collectives.
 
-        Call it when the adapter is attached. Raises RequestError for a module that cannot be cut so, or that the plan
-        says nothing of.
+        Call it after the adapter is attached. Raises RequestError for a module that cannot be split, or that the plan
+        does not mention.
         """
         names = {module: name for name, module in model.named_modules()}
         planned = _planned(causal_model(model), _plan(causal_model(model).config.get_text_config()))
@@ -87,16 +87,14 @@ class TensorParallel:
             raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
         for parent, children in planned.items():
             if not {*_DIMENSIONS} <= {*children.values()}:
-                message = (
-                    f"transformers' plan cuts {type(parent).__name__} by inputs or outputs alone, which is not built"
-                )
+                name = type(parent).__name__
+                message = f"transformers' plan splits {name} only by inputs or only by outputs, which is not supported"
                 raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
-            # What is next to the planned modules sees a part of the heads or features, of which the plan would have
-            # to tell.
+            # Siblings of planned modules see only some heads or features, so the plan has to mention them.
             inside = {parameter for child in children for parameter in child.parameters()}
             for own, parameter in parent.named_parameters():
                 if parameter not in inside:
-                    message = f"transformers' plan says nothing of {names[parent]}.{own}, which would see a part alone"
+                    message = f"transformers' plan does not mention {names[parent]}.{own}, which would see only a part"
                     raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
             parent.register_forward_pre_hook(_entering(self.group), with_kwargs=True)
             for child, style in children.items():
@@ -105,16 +103,16 @@ class TensorParallel:
                     _add_up_outputs(child, self.group)
 
     def _find(self, names: Mapping[nn.Module, str], child: nn.Module, style: str) -> None:
-        """Note which parameters of a planned module are cut, and whose gradients are parts of a sum."""
+        """Record the split parameters of a planned module, and those with partial gradients."""
         dimension = _DIMENSIONS.get(style)
         if dimension is None:
             self.partial |= {f"{names[child]}.{name}" for name, _ in child.named_parameters()}
             return
         linear, first, second = _matrices(child)
         if not isinstance(linear, nn.Linear):
-            message = f"{names[child]} is a {type(linear).__name__}, which is not cut"
+            message = f"{names[child]} is a {type(linear).__name__}, which cannot be split"
             raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
-        beside, cut = (first, second) if dimension == 0 else (second, first)
+        replicated, cut = (first, second) if dimension == 0 else (second, first)
         due = [(module, "weight") for module in (linear, cut) if module is not None]
         due += [(linear, "bias")] if dimension == 0 and linear.bias is not None else []
         for module, name in due:
@@ -126,11 +124,11 @@ class TensorParallel:
             self.dimensions[f"{names[module]}.{name}"] = dimension
             self.lengths[f"{names[module]}.{name}"] = size
             self._waiting.setdefault(module, {})[name] = dimension
-        if beside is not None:
-            self.partial.add(f"{names[beside]}.weight")
+        if replicated is not None:
+            self.partial.add(f"{names[replicated]}.weight")
 
     def cut(self, unit: nn.Module) -> None:
-        """Leave of the parameters below `unit` this rank's part, where that is due and was not done yet."""
+        """Cut the parameters below `unit` to this rank's part, if not done yet."""
         for module in unit.modules():
             for name, dimension in self._waiting.pop(module, {}).items():
                 parameter = module._parameters[name]
@@ -140,12 +138,12 @@ class TensorParallel:
                 module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
 
     def peers(self) -> DeviceMesh:
-        """The ranks that have the same parts, over which these can be split further."""
+        """Mesh of the ranks with the same parts, over which these can be sharded further."""
         assert self.mesh is not None
         return self.mesh["data"]
 
     def cut_all(self, model: nn.Module, root: nn.Module, shard_loader: "ShardLoader | None") -> None:
-        """The same for a model that is not sharded, block by block as its weights arrive. `root` holds the model."""
+        """Fill and cut a model that is not sharded, block by block. `root` contains the model."""
         blocks = list(transformer_blocks(model))
         for unit in (*blocks, *itertools.chain(*ends_of(model, blocks)), root):
             if shard_loader is not None:
@@ -155,13 +153,13 @@ class TensorParallel:
             shard_loader.close()
 
     def as_part(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter, or a state as large, as the part of a whole that it is; the same memory. `whole` gathers it."""
+        """A parameter, or a state of its shape, as a DTensor over the same memory, for `whole` to gather."""
         dimension = self.dimensions.get(name)
         if dimension is None:
             return tensor
         assert self.mesh is not None
         mesh, placements, shape = self.mesh["tensor"], list[Placement]([Shard(dimension)]), list(tensor.shape)
-        if isinstance(tensor, DTensor):  # a shard of the part
+        if isinstance(tensor, DTensor):  # an FSDP shard of the part
             mesh, placements = self.mesh, [Shard(dimension), *tensor.placements]
         shape[dimension] *= self.size
         stride = torch.empty(shape, device="meta").stride()
@@ -170,7 +168,7 @@ class TensorParallel:
         )
 
     def complete_gradients(self, model: nn.Module) -> None:
-        """Add up over these ranks the gradients that each has a part of, in one exchange."""
+        """All-reduce the partial gradients over the group, in one call."""
         parameters = dict(model.named_parameters())
         gradients = [grad for name in sorted(self.partial) if (grad := parameters[name].grad) is not None]
         if not gradients:
@@ -182,7 +180,7 @@ class TensorParallel:
             part.copy_(added.view_as(part))
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        """The norm of all gradients, of each matrix that is in parts too: a float32 scalar."""
+        """Norm of all gradients, including split matrices: a float32 scalar."""
         named = [(name, item.grad) for name, item in model.named_parameters() if item.grad is not None]
         kinds = [[grad for name, grad in named if (name in self.dimensions) is is_cut] for is_cut in (True, False)]
         zero = torch.zeros((), device=local_part(named[0][1]).device)
@@ -193,17 +191,17 @@ class TensorParallel:
 
 
 def share_matrices(config: TrainingConfig, place: Place, ranks: Ranks) -> TensorParallel:
-    """The ranks that share this one's matrices. Every rank must call this.
+    """The tensor-parallel group of this rank. Every rank must call this.
 
-    They are neighbours: ranks 0 to n - 1 are the first group, which take the same rows, and so on.
+    Groups are neighbors: ranks 0 to n - 1 are the first, which take the same rows, and so on.
     """
     size = config.fsdp.tensor_parallel_size
-    if ranks.world == 1:  # `check` looks at shapes alone
+    if ranks.world == 1:  # `check` needs only shapes
         return TensorParallel(0, size)
     groups, names = ranks.world // size, ("tensor", "data")
-    with torch._C.DisableTorchFunction():  # the numbers of ranks have values even where all else has none
+    with torch._C.DisableTorchFunction():  # the mesh needs real values in a rehearsal too
         numbers = torch.arange(ranks.world, device="cpu").view(groups, size).T
-        if groups == 1:  # of one dimension, whose group is that of all ranks: another would be one more communicator
+        if groups == 1:  # one dimension uses the group of all ranks, without another communicator
             mesh = DeviceMesh(place.kind, numbers.squeeze(1), mesh_dim_names=names[:1])
             return TensorParallel(ranks.rank, size, mesh, mesh.get_group())
         mesh = DeviceMesh(place.kind, numbers, mesh_dim_names=names)
@@ -212,17 +210,17 @@ def share_matrices(config: TrainingConfig, place: Place, ranks: Ranks) -> Tensor
 
 
 def refuse_unplanned(config: TrainingConfig, architecture: PretrainedConfig) -> None:
-    """Raises RequestError, before any weight is loaded, for a model that transformers has no such plan for, or whose
-    heads or features are not equal parts."""
+    """Raise RequestError, before any weight is loaded, for a model without a supported plan in transformers, or with
+    heads or features that do not divide evenly."""
     size = config.fsdp.tensor_parallel_size
     settings, kind = architecture.get_text_config(), architecture.model_type
     plan = _plan(settings)
     if not plan:
-        message = f"transformers ships no plan of how the blocks of {kind} are split over devices"
+        message = f"transformers has no tensor-parallel plan for {kind}"
         raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
     strange = sorted({*plan.values()} - {*_DIMENSIONS, SEES_A_PART})
     if strange:
-        message = f"transformers' plan for {kind} has {', '.join(strange)}, which is not built"
+        message = f"transformers' plan for {kind} has {', '.join(strange)}, which is not supported"
         raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
     heads = settings.num_attention_heads
     named = {"attention heads": heads, "key and value heads": getattr(settings, "num_key_value_heads", None) or heads}
@@ -237,13 +235,13 @@ def refuse_unplanned(config: TrainingConfig, architecture: PretrainedConfig) -> 
 
 
 def _plan(settings: PretrainedConfig) -> dict[str, str]:
-    """transformers' plan of a model's blocks."""
+    """transformers' tensor-parallel plan of a model's blocks."""
     plan = getattr(settings, "base_model_tp_plan", None) or {}
     return {name: style for name, style in plan.items() if style != _STAYS_WHOLE}
 
 
 def _planned(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Module, dict[nn.Module, str]]:
-    """Of each module with children in the plan, those children and how they are split."""
+    """Parent module -> its planned children and their styles."""
     base: nn.Module = getattr(model, "base_model", model)
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items()}
     found: dict[nn.Module, dict[nn.Module, str]] = {}
@@ -255,16 +253,16 @@ def _planned(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Module, dict[
 
 
 def _matrices(module: nn.Module) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
-    """The linear layer itself, and what LoRA has put next to it: the matrix of its inputs and that of its outputs."""
+    """The linear layer, and LoRA's matrices of its inputs and outputs."""
     if not hasattr(module, "lora_A"):
         return module, None, None
     adapted: Any = module
     return adapted.get_base_layer(), adapted.lora_A["default"], adapted.lora_B["default"]
 
 
-# -- what blocks exchange
+# -- collectives of a block
 class _Enter(torch.autograd.Function):
-    """What all ranks have goes to their parts: as it is; its gradient is the sum of what they send back."""
+    """Entry into split layers: identity in forward, all-reduce of the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -277,7 +275,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """What each rank has a part of is added up; all of them go back with the same gradient."""
+    """Exit of split layers: all-reduce in forward, identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
@@ -289,7 +287,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _added(part: Tensor, group: Any) -> Tensor:
-    """In memory of its own: a checkpoint may keep the part, and autograd's gradients are not ours to change."""
+    """All-reduce into a new tensor: a checkpoint may keep the part, and autograd's gradients must not be modified."""
     total = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -311,7 +309,7 @@ def _entered(value: Any, group: Any) -> Any:
 
 
 def _add_up_outputs(module: nn.Module, group: Any) -> None:
-    """The bias is whole on each rank, so it comes after the sum."""
+    """All-reduce the outputs of a module. The bias is replicated, so it is added after the sum."""
     linear: Any = _matrices(module)[0]
     linear.forward = lambda given: torch.nn.functional.linear(given, linear.weight)
 

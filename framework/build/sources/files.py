@@ -1,4 +1,5 @@
-"""Data files, read row by row, compressed or not: JSONL, JSON, CSV, Parquet, Arrow, text; each fault with its place."""
+"""Readers of data files, row by row, compressed or not: JSONL, JSON, CSV, Parquet, Arrow, text. Faults have a
+location."""
 
 import bz2
 import csv
@@ -23,20 +24,20 @@ from framework.schema.plural import counted
 
 @dataclass(frozen=True, repr=False)
 class OutOfRange:
-    """Stands for a value that Python has no object for: a date after the year 9999, PostgreSQL's `infinity`, a time of
-    nanoseconds. Nothing is wrong with a row until the column is read."""
+    """Placeholder for a value that Python cannot represent: a date after the year 9999, PostgreSQL's `infinity`,
+    nanoseconds. It is an error only if the column is used."""
 
     kind: str
 
     def __repr__(self) -> str:
-        return f"{self.kind} that Python cannot hold"
+        return f"{self.kind} out of Python's range"
 
 
 def python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
     """The rows of a batch, by column.
 
-    A struct has one set of fields for all rows, so a key that only some rows have is null in the others. Such keys are
-    left out below the columns: a tool call has the arguments that were written.
+    A struct has the same fields in all rows, so a key that only some rows have is null in the others. Such keys are
+    removed within columns, so a tool call has only its own arguments.
     """
     names = batch.schema.names
     columns = [without_nulls(_values(column)) if has_struct(column.type) else _values(column) for column in batch]
@@ -44,13 +45,13 @@ def python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def has_struct(kind: pa.DataType) -> bool:
-    """Whether there is a struct somewhere in values of this type."""
+    """Whether values of this type contain a struct."""
     inner = (kind.field(index).type for index in range(kind.num_fields))
     return pa.types.is_struct(kind) or any(map(has_struct, inner))
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the fields of its structs that are null; nulls in lists stay."""
+    """The value without null fields of its structs; nulls in lists stay."""
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list) and isinstance(next((each for each in value if each is not None), None), (dict, list)):
@@ -63,7 +64,7 @@ def _values(column: pa.Array) -> list[Any]:
         return list(column.to_pylist())
     except UnicodeDecodeError:
         raise
-    except (ValueError, OverflowError, KeyError):  # KeyError: a time zone that is not known here
+    except (ValueError, OverflowError, KeyError):  # KeyError: an unknown time zone
         return [_value(scalar) for scalar in column]
 
 
@@ -82,17 +83,17 @@ class Fault:
 
 
 Record: TypeAlias = tuple[int, dict[str, Any] | Fault]
-"""The row's number in its file (the line, where a file has lines; from 1), and its columns or what is wrong with it."""
+"""A row's number in its file (the line, if the format has lines; from 1), and its columns or its fault."""
 
 CSV_FIELD_LIMIT = 2**31 - 1
-"""Characters in one field. Python's own limit of 131072 is there for parsing untrusted uploads."""
+"""Characters in one field. Python's default of 131072 is meant for untrusted uploads."""
 
 ARROW_BATCH = 1000
-"""Rows decoded at a time: enough to amortise the call, few enough that long rows stay small next to the file."""
+"""Rows decoded at a time: enough to amortize the call, few enough to bound memory for long rows."""
 
 
 def read_jsonl(path: Path) -> Iterator[Record]:
-    """One JSON object a line; blank lines are no rows."""
+    """One JSON object a line; blank lines are skipped."""
     for number, line in _lines(path):
         if isinstance(line, Fault):
             yield number, line
@@ -101,7 +102,7 @@ def read_jsonl(path: Path) -> Iterator[Record]:
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """An array of objects, one object, or JSONL under another name. The whole file is held in memory."""
+    """An array of objects, one object, or JSONL with this ending. The whole file is held in memory."""
     try:
         with open_bytes(path) as file:
             value = json.loads(file.read().decode("utf-8-sig"))
@@ -118,7 +119,7 @@ def read_json(path: Path) -> Iterator[Record]:
 
 
 def read_csv(path: Path) -> Iterator[Record]:
-    """One row a record under a header line; every value is text. `.tsv` is separated by tabs."""
+    """One row per record below a header line; every value is text. `.tsv` is separated by tabs."""
     csv.field_size_limit(CSV_FIELD_LIMIT)
     delimiter = "\t" if ending(path) == ".tsv" else ","
     with open_bytes(path) as file:
@@ -148,12 +149,12 @@ def read_csv(path: Path) -> Iterator[Record]:
 
 
 def read_parquet(path: Path) -> Iterator[Record]:
-    """One row a row."""
+    """Rows of a Parquet file."""
     yield from _read_batches("Parquet", path, _parquet_batches)
 
 
 def read_arrow(path: Path) -> Iterator[Record]:
-    """An Arrow IPC file, or the stream that `datasets` writes. Its pages are mapped, not held."""
+    """Rows of an Arrow IPC file, or of the stream that `datasets` writes, memory-mapped."""
     yield from _read_batches("Arrow", path, _arrow_batches)
 
 
@@ -182,15 +183,15 @@ def _no_rows(schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _read_batches(kind: str, path: Path, batches: Callable[[Path], Iterator[pa.RecordBatch]]) -> Iterator[Record]:
-    """The rows of the batches, the first of which is empty and has the columns."""
-    open_regular(path).close()  # a file that cannot be opened is told as one
+    """Rows of the batches, the first of which is empty and carries the schema."""
+    open_regular(path).close()  # so that an unreadable file is reported as one
     number = 0
     try:
         for batch in batches(path):
             if not number and (twice := _twice(batch.schema.names)):
                 yield 0, Fault(f"the schema names a column twice: {twice}")
                 return
-            batch.validate(full=True)  # a damaged offset would be followed to anywhere
+            batch.validate(full=True)  # a damaged offset could point anywhere
             for record in python_rows(batch):
                 number += 1
                 yield number, record
@@ -199,7 +200,7 @@ def _read_batches(kind: str, path: Path, batches: Callable[[Path], Iterator[pa.R
 
 
 def read_text(path: Path) -> Iterator[Record]:
-    """One row a line, as the `text` loader of Hugging Face datasets reads it; blank lines are no rows."""
+    """One row a line, as in the `text` loader of Hugging Face datasets; blank lines are skipped."""
     for number, line in _lines(path):
         if isinstance(line, Fault):
             yield number, line
@@ -217,25 +218,25 @@ READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
     ".parquet": read_parquet,
     ".arrow": read_arrow,
 }
-"""How a file is read, by the ending of its name in lower case."""
+"""Readers by file ending in lower case."""
 
 UNCOMPRESSED = (".parquet", ".arrow")
-"""Kinds that are compressed inside; around them, nothing is expected."""
+"""Formats with internal compression; compressed files of them are not read."""
 
 
 def is_read(path: Path) -> bool:
-    """Whether the name of the file has an ending that is read."""
+    """Whether the file's ending is supported."""
     return ending(path) in READERS and (ending(path) not in UNCOMPRESSED or ending(path) == path.suffix.lower())
 
 
 def endings() -> str:
-    """What is read, in words."""
+    """The supported endings, for a message."""
     around = ", ".join(COMPRESSED)
     return f"files that end in {', '.join(READERS)}, the kinds of text also compressed ({around})"
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The rows of a file that `is_read`. Raises OSError when it cannot be opened."""
+    """Rows of a file that `is_read`. Raises OSError if it cannot be opened."""
     return _read(READERS[ending(path)], path)
 
 
@@ -245,11 +246,11 @@ def _read(reader: Callable[[Path], Iterator[Record]], path: Path) -> Iterator[Re
         for number, record in reader(path):
             yield number, record
     except BROKEN as error:
-        yield number + 1, Fault(f"the compressed data is cut short or damaged here: {one_line(error)}")
+        yield number + 1, Fault(f"the compressed data is truncated or damaged here: {one_line(error)}")
 
 
 def stream_records(path: Path) -> Iterator[Record]:
-    """The same, never holding the whole file: `.json` has to be JSONL under another name."""
+    """Rows of a file without holding it as a whole: `.json` has to be JSONL."""
     return _read(_json_lines if ending(path) == ".json" else READERS[ending(path)], path)
 
 
@@ -257,7 +258,10 @@ def _json_lines(path: Path) -> Iterator[Record]:
     with open_bytes(path) as file:
         start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"["):
-        yield 0, Fault("an array is one JSON text, which has to be read whole; for streaming write an object a line")
+        yield (
+            0,
+            Fault("an array is one JSON text, which cannot be streamed; write one object per line"),
+        )
     else:
         yield from read_jsonl(path)
 
@@ -293,7 +297,7 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def _open_zstd(path: Path) -> BinaryIO:
-    """By Arrow's codec, which is always there; Python has one of its own from 3.14 on."""
+    """Open with Arrow's codec, since Python has its own only from 3.14 on."""
     return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
 
 
@@ -304,14 +308,14 @@ _OPENERS: Mapping[str, Callable[[Path], BinaryIO]] = {
     ".zst": _open_zstd,
 }
 COMPRESSED = tuple(_OPENERS)
-"""Last endings of the names of compressed files, in lower case."""
+"""Endings of compressed files, in lower case."""
 
 BROKEN = (EOFError, zlib.error, lzma.LZMAError)
-"""What reading raises where compressed data is cut short or damaged, next to OSError."""
+"""Exceptions for truncated or damaged compressed data, in addition to OSError."""
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The file from its beginning, decompressed as it is read. Raises OSError; reading also one of BROKEN."""
+    """Open a file, decompressed as it is read. Raises OSError; reading also one of BROKEN."""
     opener = _OPENERS.get(path.suffix.lower())
     if opener is None:
         return open_regular(path)
@@ -320,6 +324,6 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def ending(path: Path) -> str:
-    """The ending that says what is in the file, in lower case: `.jsonl` of `a.jsonl` and of `a.jsonl.gz`."""
+    """The ending of the format, in lower case: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
     last = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if last in COMPRESSED else last

@@ -1,4 +1,5 @@
-"""Files that a `path` means: a file, a folder, one of `datasets.save_to_disk`, a glob; remote ones are fetched."""
+"""Files of a source's `path`: a file, a folder, a folder of `datasets.save_to_disk`, a glob, or a URL, which is
+fetched."""
 
 import glob
 import hashlib
@@ -20,30 +21,30 @@ from framework.schema.data import Split
 from framework.schema.urls import data_url_problem, is_url, scheme_of
 
 STANDARD_LIBRARY = "python_stdlib"
-"""The path that means the embedded source."""
+"""Path of the built-in source of Python files."""
 
 STANDARD_DOCSTRINGS = "python_docstrings"
-"""The path that means the docstrings of some of its packages, labelled with the package."""
+"""Path of the built-in source of docstrings, labelled with their package."""
 
 PYTHON_ROWS = "python_rows"
-"""The path that means rows which a program hands over."""
+"""Path of rows passed by a Python program."""
 
 _SPLIT_WORD = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|\d|$)", re.IGNORECASE)
 _SPLIT_SYNONYMS = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
 
 
 def is_local(path: str) -> bool:
-    """Whether the path means files: it exists here, or is spelled as no hub id is."""
+    """Whether the path refers to local files: it exists, or cannot be a hub id."""
     spelled = path.startswith((".", "/", "~")) or path.count("/") > 1 or glob.has_magic(path)
     return spelled or is_read(Path(path)) or Path(path).exists()
 
 
 def find_files(written: str, split: Split, key: str) -> list[Path]:
-    """The files of a path, a folder (all data files in it), a glob or a URL, fetched here; sorted. Raises RequestError
-    when there are none.
+    """The sorted files of a path, a folder (all data files in it), a glob or a URL, which is fetched. Raises
+    RequestError if there are none.
 
-    In a folder whose files are named for splits (`train.jsonl`, `data/test-00000.parquet`), only those of the split
-    are meant; in one that `save_to_disk` wrote, the files that it lists.
+    In a folder with files named after splits (`train.jsonl`, `data/test-00000.parquet`) only those of the split count;
+    in a folder written by `save_to_disk`, the files that it lists.
     """
     if is_url(written):
         if problem := data_url_problem(written):
@@ -67,14 +68,14 @@ def find_files(written: str, split: Split, key: str) -> list[Path]:
     unread = [file for file in found if not is_read(file)]
     if unread:
         ending = "".join(unread[0].suffixes)
-        message = f"{unread[0]} is of a kind that is not read ({f'it ends in {ending!r}' if ending else 'no ending'})"
+        message = f"{unread[0]} has an unsupported format ({f'it ends in {ending!r}' if ending else 'no ending'})"
         raise RequestError([Problem(key, message, expected=endings())])
     return _regular(found, key)
 
 
 def _regular(files: list[Path], key: str) -> list[Path]:
-    """The files. Raises RequestError where one is a pipe, a socket or a device: rows are read more than once, and
-    opening a pipe that nobody writes to waits for ever."""
+    """The files. Raises RequestError for pipes, sockets and devices, since rows are read more than once and opening a
+    pipe without a writer blocks forever."""
     odd = [file for file in files if file.exists() and not file.is_file()]
     if odd:
         message = f"{odd[0]} is not a regular file, and rows are read more than once"
@@ -83,7 +84,7 @@ def _regular(files: list[Path], key: str) -> list[Path]:
 
 
 def nearest_path(path: Path, written: str) -> str | None:
-    """The path as written, with its last part replaced by the nearest name that exists there."""
+    """The path as written, with its last part replaced by the most similar existing name."""
     close = nearest(
         path.name, [*(sibling.name for sibling in path.parent.glob("*")), STANDARD_LIBRARY, STANDARD_DOCSTRINGS]
     )
@@ -91,7 +92,7 @@ def nearest_path(path: Path, written: str) -> str | None:
 
 
 def _saved(folder: Path, split: Split, key: str) -> list[Path]:
-    """The files of a folder that `datasets.save_to_disk` wrote, in order; none where something else wrote it."""
+    """Files of a folder written by `datasets.save_to_disk`, in order; empty for other folders."""
     try:
         if (folder / "dataset_dict.json").exists():
             names = json.loads(read_regular(folder / "dataset_dict.json"))["splits"]
@@ -102,7 +103,7 @@ def _saved(folder: Path, split: Split, key: str) -> list[Path]:
         if (folder / "state.json").exists() and (folder / "dataset_info.json").exists():
             return _listed(folder) if split.name == "train" else []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        message = f"the folder {folder.absolute()} is not as `save_to_disk` writes one: {error!r}"
+        message = f"the folder {folder.absolute()} is damaged, compared with what `save_to_disk` writes: {error!r}"
         raise RequestError([Problem(key, message)]) from error
     return []
 
@@ -141,7 +142,7 @@ def _nothing_in(folder: Path, split: Split, key: str) -> Problem:
 
 
 FOLDER = "files"
-"""Of the cache: `<url>/<version>/<path>`, the first two as digests. It is never emptied."""
+"""Subfolder of the cache: `<url>/<version>/<path>`, the first two as digests. It is never cleared."""
 PACKAGES: Mapping[str, str] = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
@@ -153,24 +154,24 @@ PACKAGES: Mapping[str, str] = {
     "ssh": "paramiko",
     "smb": "smbprotocol",
 }
-"""Packages that fsspec reads a kind of URL with."""
+"""URL scheme -> package that fsspec needs for it."""
 _VERSION = ("size", "etag", "ETag", "mtime", "LastModified", "last_modified", "updated", "md5Hash", "blob_id", "sha256")
-"""What drivers tell of a file that changes with it."""
+"""Attributes in drivers' file info that change with the file."""
 _NOTES: dict[str, str] = {}
 Choose: TypeAlias = Callable[[list[Path]], list[Path]]
 
 
 def note_of(url: str) -> str:
-    """Where the files of a URL are kept, and whether they were fetched before because it could not be reached now."""
+    """Where the files of a URL are cached, and whether an earlier version is used because it cannot be reached."""
     return _NOTES.get(url, "")
 
 
 def fetch(url: str, key: str, choose: Choose) -> list[Path]:
-    """The files of a URL, as files here: the one that it names, those that a glob means, or of a folder those that
-    `choose` leaves of their paths within it. What was fetched before and has not changed is not fetched again.
+    """Local copies of a URL's files: the file itself, the matches of a glob, or the files of a folder that `choose`
+    selects by relative path. Unchanged files are not fetched again.
 
-    Raises RequestError where the driver is not installed, nothing is there, or it cannot be read. One file that cannot
-    be reached now is taken as it was fetched before.
+    Raises RequestError if the driver is not installed, nothing is found, or it cannot be read. For a single file that
+    cannot be reached, the last fetched version is used.
     """
     try:
         system, path = _connected(url, key)
@@ -179,11 +180,11 @@ def fetch(url: str, key: str, choose: Choose) -> list[Path]:
             files = [_kept(system, name, url, inside) for name, inside in found]
     except RequestError:
         raise
-    except Exception as error:  # drivers raise many kinds, some of them their services' own
-        before = [file for file in _home(url).glob(f"*/{_name(url)}") if file.is_file()]  # of a URL of one file
+    except Exception as error:  # drivers raise many types, including their services' own
+        before = [file for file in _home(url).glob(f"*/{_name(url)}") if file.is_file()]  # for a URL of one file
         if before:
             newest = max(before, key=lambda file: file.stat().st_mtime)
-            _NOTES[url] = f"could not be reached, as it was fetched before to {newest.parent}"
+            _NOTES[url] = f"could not be reached; using the copy fetched before to {newest.parent}"
             return [newest]
         raise RequestError([_unreadable(url, key, error)]) from None
     if not files:
@@ -210,21 +211,21 @@ def _connected(url: str, key: str) -> tuple[Any, str]:
         if "not known" not in str(error):
             raise
         known = fsspec.available_protocols()
-        message = f"there is no kind of storage called {scheme}://"
+        message = f"there is no storage protocol {scheme}://"
         raise RequestError(
             [Problem(key, message, nearest=nearest(scheme, known), expected=", ".join(PACKAGES))]
         ) from None
 
 
 def _listed_remotely(system: Any, path: str, url: str, choose: Choose) -> list[tuple[str, Path]]:
-    """Name for the driver, and path within the folder or without one, of each file that is meant; sorted."""
+    """The driver's name and the relative path of each file of the URL, sorted."""
     is_web = scheme_of(url) in ("http", "https")
     if "*" in path or (not is_web and any(sign in path for sign in "?[")):
         names = sorted(name for name in system.glob(path) if is_read(Path(_name(name))))
         return [(name, Path(_digest(name), _name(name))) for name in names]
     if is_web or not system.isdir(path):
         if not is_read(Path(_name(path))):
-            raise ValueError(f"it is of a kind that is not read; expected {endings()}")
+            raise ValueError(f"it has an unsupported format; expected {endings()}")
         return [(path, Path(_name(path)))]
     root = path.rstrip("/")
     inside = {Path(name.removeprefix(root).lstrip("/")): name for name in sorted(system.find(root))}
@@ -232,7 +233,7 @@ def _listed_remotely(system: Any, path: str, url: str, choose: Choose) -> list[t
 
 
 def _kept(system: Any, name: str, url: str, inside: Path) -> Path:
-    """The file here, fetched unless this version of it is."""
+    """The local copy of a file, fetched unless this version is cached."""
     info = system.info(name)
     version = {key: str(info[key]) for key in _VERSION if info.get(key) is not None}
     target = _home(url) / _digest(json.dumps([name, version], sort_keys=True)) / inside
@@ -253,7 +254,7 @@ def _home(url: str) -> Path:
 
 
 def _name(path: str) -> str:
-    """The file's own name, without what a web address asks for behind it."""
+    """The file's name, without the query of a URL."""
     return Path(urlsplit(path).path if "://" in path else path).name
 
 
@@ -265,5 +266,7 @@ def _unreadable(url: str, key: str, error: Exception) -> Problem:
     if isinstance(error, FileNotFoundError):
         return Problem(key, f"there is nothing at {url}", expected="a file, a folder or a glob of them")
     package = PACKAGES.get(scheme_of(url), "its driver")
-    credentials = f"credentials where {package} looks for them" if isinstance(error, PermissionError) else None
+    credentials = (
+        f"credentials in the places where {package} looks for them" if isinstance(error, PermissionError) else None
+    )
     return Problem(key, f"{url} cannot be read: {one_line(error) or type(error).__name__}", expected=credentials)

@@ -1,5 +1,5 @@
-"""Rows that every machine has: sources of the running Python's standard library, and its docstrings labelled with the
-package that they stand in."""
+"""Built-in sources of rows: the source files of Python's standard library, and docstrings labelled with their
+package."""
 
 import ast
 import inspect
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
-"""Those that every Python has, with 130 docstrings or more."""
+"""Packages of every Python version with at least 130 docstrings."""
 LEAST_CHARACTERS = 20
-"""A shorter docstring says nothing of its package."""
+"""Minimum length of a docstring that identifies its package."""
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
-"""Folders of the standard library's folder that hold no library source."""
+"""Folders of the standard library without library source."""
 
 Record = tuple[int, dict[str, Any]]
 
 
 def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
-    """The running Python's library sources, a file a row, by path below its folder; sorted, so always in one order.
+    """Source files of the running Python's library, one row each, by relative path, sorted.
 
     Tests, caches and installed packages are left out, and files that are not UTF-8.
     """
@@ -34,7 +34,7 @@ def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
 
 
 def library_files() -> list[Path]:
-    """The library's files, sorted."""
+    """Source files of the library, sorted."""
     root = Path(os.__file__).parent
     found: list[Path] = []
     for folder, folders, files in os.walk(root):
@@ -44,9 +44,9 @@ def library_files() -> list[Path]:
 
 
 def standard_docstrings() -> Iterator[tuple[str, Iterator[Record]]]:
-    """Per file the docstrings of its functions and classes as `text` and `label`, with the line that each begins at.
+    """Docstrings of functions and classes, by file, as `text` and `label` with their line numbers.
 
-    The package's own name is taken out of the text, so that it is not told; a text that occurs twice is given once.
+    The package's name is removed from the text, since it is the label; duplicate texts are left out.
     """
     root, seen = Path(os.__file__).parent, set[str]()
     for file in docstring_files():

@@ -1,4 +1,4 @@
-"""Rows as read, held as Arrow columns: no more than a run needs of `datasets`, which takes seconds to import."""
+"""Table of rows over Arrow columns, in place of `datasets`, which takes seconds to import."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import pyarrow as pa
 
 
 class RowTable:
-    """The rows of an Arrow table, or those of them that `order` numbers, in that order."""
+    """Rows of an Arrow table, or the rows selected by the indices `order`, in that order."""
 
     def __init__(self, table: pa.Table, order: npt.NDArray[np.int64] | None = None) -> None:
         self._pieces = table.to_batches()
@@ -32,24 +32,24 @@ class RowTable:
             yield {column: values[0] for column, values in self._part(number, number + 1).items()}
 
     def iter(self, batch_size: int) -> Iterator[dict[str, list[Any]]]:
-        """The values of each column, of so many rows at a time."""
+        """Batches of rows as columns."""
         for start in range(0, len(self), batch_size):
             yield self._part(start, min(start + batch_size, len(self)))
 
     def select(self, numbers: Sequence[int] | npt.NDArray[np.int64]) -> "RowTable":
-        """The rows with these numbers."""
+        """The rows with these indices."""
         order = np.asarray(numbers, dtype=np.int64)
         return RowTable(self.table, order if self._order is None else self._order[order])
 
     @property
     def table(self) -> pa.Table:
-        """All that is held, in the order in which it was read."""
+        """The underlying table, without the selection."""
         return pa.Table.from_batches(self._pieces, self._schema)
 
     def _part(self, start: int, end: int) -> dict[str, list[Any]]:
-        """A row that is taken alone is a slice: Arrow's own `take` would join all pieces first."""
+        """Rows as columns, from slices of the pieces, since Arrow's `take` would concatenate all pieces first."""
         numbers = np.arange(start, end) if self._order is None else self._order[start:end]
-        starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)  # of runs of consecutive rows
+        starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)  # starts of runs of consecutive rows
         slices: list[pa.RecordBatch] = []
         for first, after in zip(starts, [*starts[1:], len(numbers)], strict=True):
             slices += self._run(int(numbers[first]), int(after - first))
@@ -57,7 +57,7 @@ class RowTable:
         return found
 
     def _run(self, number: int, count: int) -> Iterator[pa.RecordBatch]:
-        """Consecutive rows from `number` on, as slices of the pieces that hold them."""
+        """Slices of the pieces for `count` consecutive rows from `number` on."""
         at = int(np.searchsorted(self._ends, number, side="right"))
         while count:
             begin = int(self._ends[at]) - len(self._pieces[at])
@@ -67,5 +67,5 @@ class RowTable:
 
 
 def joined(tables: Sequence[RowTable]) -> RowTable:
-    """The rows of whole tables, one after the other; nothing in the columns that only others have."""
+    """Concatenation of tables; columns that a table lacks are null."""
     return RowTable(pa.concat_tables([each.table for each in tables], promote_options="default"))

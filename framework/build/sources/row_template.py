@@ -1,4 +1,4 @@
-"""`template` of a source: columns that are made of a row's own by Jinja, in the sandbox that chat templates run in."""
+"""`template` of a source: columns rendered from a row's own with Jinja, in the sandbox of chat templates."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +14,9 @@ from framework.build.text.limits import BoundedEnvironment, OutOfTime, limited, 
 from framework.errors import Problem, RequestError
 
 RENDER_SECONDS = 1.0
-"""Processor time that one column of one row may take, as one rendering of a chat."""
+"""Limit of processor time for one column of one row, as for one rendering of a chat."""
 _COLUMN = re.compile(r"\s*\{\{-?\s*([A-Za-z_]\w*)\s*-?\}\}\s*")
-"""A template that is one column and nothing else: its value is taken as it is, a list of turns too."""
+"""A template that is just one column, whose value is kept as it is, a list of turns included."""
 _MISSING = re.compile(r"'(\w+)' is undefined")
 
 Make = Callable[[Mapping[str, Any]], Any]
@@ -24,13 +24,13 @@ Make = Callable[[Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class RowTemplate:
-    """What makes each of our columns out of a row."""
+    """Functions that make each of our columns from a row."""
 
     key: str
     columns: Mapping[str, Make]
 
     def apply(self, record: Mapping[str, Any]) -> dict[str, Any] | Fault:
-        """The row that the template makes, or why it makes none. Raises RequestError where it does not end."""
+        """The rendered row, or a Fault. Raises RequestError if the template does not terminate."""
         made: dict[str, Any] = {}
         for name, make in self.columns.items():
             try:
@@ -41,15 +41,15 @@ class RowTemplate:
                 raise RequestError([Problem(f"{self.key}.{name}", message, expected="milliseconds")]) from None
             except UndefinedError as error:
                 return Fault(f"{self.key}.{name}: {_undefined(error, record)}")
-            except Exception as error:  # of every kind: a template computes
+            except Exception as error:  # any type: a template runs arbitrary expressions
                 return Fault(f"{self.key}.{name}: {one_line(error)}")
         return made
 
 
 def read_row_template(written: str | Mapping[str, Any] | None, key: str) -> RowTemplate | None:
-    """The template of a source: Jinja texts by the names of our columns, or one for the column `text`.
+    """The template of a source: Jinja texts by our column names, or one text for the column `text`.
 
-    Raises RequestError naming each that is no template.
+    Raises RequestError with every invalid template.
     """
     if written is None:
         return None
@@ -60,7 +60,7 @@ def read_row_template(written: str | Mapping[str, Any] | None, key: str) -> RowT
         try:
             columns[name] = _maker(environment, text)
         except TemplateSyntaxError as error:
-            problems.append(Problem(f"{key}.{name}", f"is no Jinja template: line {error.lineno}: {error.message}"))
+            problems.append(Problem(f"{key}.{name}", f"is not a Jinja template: line {error.lineno}: {error.message}"))
     if problems:
         raise RequestError(problems)
     return RowTemplate(key, columns)
@@ -80,7 +80,7 @@ def _value(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """An empty cell is an empty text."""
+    """Value for Jinja: an empty cell is an empty text."""
     return "" if value is None else value
 
 

@@ -1,4 +1,4 @@
-"""Where rows come from: local files, the Hugging Face hub, or the sources of Python's own standard library."""
+"""Sources of rows: local or remote files, the Hugging Face hub, Python rows, and Python's standard library."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 PROBLEM_LIMIT = 10
-"""Broken rows that are listed before reading stops."""
+"""Maximum number of broken rows that are listed."""
 
 CHUNK = 10_000
-"""Rows that become one piece of the Arrow table."""
+"""Rows in one piece of the Arrow table."""
 
 UNREAD = "unread"
-"""Next to the columns that a row keeps: names of what its form does not read."""
+"""Entry of a stored row with the names of its unused columns and fields."""
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ Files: TypeAlias = Iterable[tuple[str, Iterator[Record]]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands: its file, and its line or number in it (from 1; 0 is the file as a whole)."""
+    """Location of a row: its file, and its line or number in it (from 1; 0 is the file as a whole)."""
 
     path: str
     row: int
@@ -66,29 +66,29 @@ class Place:
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one `DatasetParams`: what their form keeps, `path` and `row` (where a row stands)."""
+    """The stored rows of one `DatasetParams`, with the columns `path` and `row` for their location."""
 
     dataset: RowTable
     form: RowFormat
     description: str
     unread: Mapping[str, Sequence[str]]
-    """The path -> columns and fields of turns that the form does not read."""
+    """The path -> unused columns and fields of turns."""
 
 
 def join_sources(sources: Sequence[Source]) -> RowTable:
-    """The rows of the sources, one after the other."""
+    """The rows of the sources, concatenated."""
     return joined([source.dataset for source in sources])
 
 
 def read_sources(
     sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT, given: PythonRows | None = None
 ) -> list[Source]:
-    """Each source by itself, its rows fit for the task. Raises RequestError with the problems of all of them."""
+    """Read each source, with a row format that the task supports. Raises RequestError with the problems of all."""
     return gather(sources, lambda index, source: read_source(source, f"{key}[{index}]", task, given))
 
 
 def gather(sources: Sequence[DatasetParams], read: Callable[[int, DatasetParams], T]) -> list[T]:
-    """What `read` makes of each source. Raises RequestError with the problems of all of them."""
+    """The result of `read` for each source. Raises RequestError with the problems of all."""
     made: list[T] = []
     problems: list[Problem] = []
     for index, source in enumerate(sources):
@@ -102,13 +102,13 @@ def gather(sources: Sequence[DatasetParams], read: Callable[[int, DatasetParams]
 
 
 def read_source(source: DatasetParams, key: str, task: Task = Task.SFT, given: PythonRows | None = None) -> Source:
-    """One source. Raises RequestError."""
+    """Read one source. Raises RequestError."""
     return open_source(source, key, task, given).read()
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source whose files are found and whose form is known; none but its first row is read yet."""
+    """A source with its files and row format determined, of which only the first row has been read."""
 
     params: DatasetParams
     key: str
@@ -117,11 +117,11 @@ class OpenSource:
 
     @property
     def found(self) -> str:
-        """How the form was found, in words."""
+        """How the format was determined, for the report."""
         return "as set" if self.params.format else "found by its columns"
 
     def rows(self) -> Iterator[tuple[Place, Values | Fault]]:
-        """Each row as its form keeps it, from the first on; read as it is asked for, anew with every call."""
+        """Stored rows from the first on, read lazily and again with every call."""
         for place, record in self.reach.records():
             if isinstance(record, Fault):
                 yield place, record
@@ -135,7 +135,7 @@ class OpenSource:
             yield place, values
 
     def read(self, most: int | None = None) -> Source:
-        """All rows, or the first `most` of them for a look ahead. Raises RequestError."""
+        """All rows, or a sample of the first `most`. Raises RequestError."""
         table = _Table(self.form)
         problems, unread = list[Problem](), dict[str, None]()
         for place, values in islice(self.rows(), most):
@@ -163,35 +163,35 @@ def open_source(
     given: PythonRows | None = None,
     streamed: bool = False,
 ) -> OpenSource:
-    """Find the files, and by the first row the form unless it is set. Raises RequestError.
+    """Find the files, and detect the row format by the first row unless it is set. Raises RequestError.
 
-    A source that is `streamed` is never held as a whole, neither here nor by the hub's client.
+    A `streamed` source is never held as a whole, neither here nor by the hub's client.
     """
     _check_request(source, key)
     template = read_row_template(source.template, f"{key}.template")
-    # the hub's client takes the slice itself, but of no stream
+    # the hub's client applies the slice itself, except to a stream
     split = Split("train") if _is_on_hub(source) and not streamed else parse_split(source.split)
     reach = _Reach(*_opener(source, key, given, streamed), split, template)
     head = list(_through_first_record(reach.records()))
     if not head:
-        message = f"`{source.split}` holds none: the source has {counted(reach.count, 'row')}"
+        message = f"`{source.split}` has no rows: the source has {counted(reach.count, 'row')}"
         raise RequestError([Problem(f"{key}.split", message)])
     return OpenSource(source, key, reach, _find_form(source, head, key, task))
 
 
 @dataclass(frozen=True)
 class _Reach:
-    """The records of a source that a slice leaves, as often as they are asked for."""
+    """The records of a source within its slice; they can be read repeatedly."""
 
     files: Callable[[], Files]
     never_read: Sequence[str]
-    """Columns that are not even decoded."""
+    """Columns that are not decoded."""
     split: Split
     template: RowTemplate | None = None
 
     @cached_property
     def count(self) -> int:
-        """Records without the slice. Reads them all."""
+        """Number of records without the slice. Reads them all."""
         return sum(1 for _ in _located(self.files()))
 
     def records(self) -> Iterator[tuple[Place, dict[str, Any] | Fault]]:
@@ -206,14 +206,14 @@ class _Reach:
 def _opener(
     source: DatasetParams, key: str, given: PythonRows | None, streamed: bool
 ) -> tuple[Callable[[], Files], Sequence[str]]:
-    """What opens the files, and columns that are left behind there."""
+    """A function that opens the files, and the columns that it does not decode."""
     if source.path == STANDARD_LIBRARY:
         return standard_library, ()
     if source.path == STANDARD_DOCSTRINGS:
         return standard_docstrings, ()
     if source.path == PYTHON_ROWS:
         if given is None:
-            message = "these rows came from Python, and none are given now"
+            message = "these rows came from Python, and none are passed now"
             argument = "eval_rows" if key.startswith("data.eval") else "train_rows"
             raise RequestError([Problem(key, message, expected=f"framework.train(config, {argument}=...)")])
         return lambda: [(PYTHON_ROWS, python_records(given))], ()
@@ -223,9 +223,9 @@ def _opener(
         return lambda: ((str(path), read(path)) for path in paths), ()
     dataset = _hub_dataset(source, key, streamed)
     columns = dataset.column_names or []
-    if source.template is not None:  # which may read any
+    if source.template is not None:  # a template may use any column
         return lambda: [(source.path, _dataset_records(dataset))], ()
-    # decoding pictures or sound only to drop them would take most of the time
+    # decoding images or sound only to drop them would take most of the time
     wanted = {name for form in FORMS.values() for name in form.names(source.columns)}
     readable = [column for column in columns if column in wanted] or list(columns)
     left = [f"`{column}`" for column in columns if column not in readable]
@@ -241,9 +241,9 @@ def _check_request(source: DatasetParams, key: str) -> None:
     problems = []
     on_hub = _is_on_hub(source)
     if source.name is not None and not on_hub:
-        problems.append(Problem(f"{key}.name", f"{source.path} is no hub dataset, so it has no configurations"))
+        problems.append(Problem(f"{key}.name", f"{source.path} is not a hub dataset, so it has no configurations"))
     if source.digest is not None and source.path != PYTHON_ROWS:
-        problems.append(Problem(f"{key}.digest", f"is for rows from Python ({PYTHON_ROWS}), and is not checked here"))
+        problems.append(Problem(f"{key}.digest", f"is only for rows from Python ({PYTHON_ROWS})"))
     if not on_hub:
         problems.extend(_split_problems(source, f"{key}.split"))
     forms = sorted({column for form in FORMS.values() for column in form.columns})
@@ -259,9 +259,9 @@ def _check_request(source: DatasetParams, key: str) -> None:
 
 def _split_problems(source: DatasetParams, key: str) -> Iterator[Problem]:
     if "+" in source.split:
-        yield Problem(key, "joined splits are for the hub", expected="each of them as a source of its own")
+        yield Problem(key, "joined splits are for the hub", expected="each of them as a separate source")
     elif is_url(source.path) and not is_read(Path(source.path)):
-        return  # perhaps a folder
+        return  # it may be a folder
     elif parse_split(source.split).name != "train" and not Path(source.path).expanduser().is_dir():
         message = f"{source.path} is neither a folder nor on the hub, so it has no splits"
         yield Problem(key, message, expected="train, or a slice of it such as `train[:1000]`")
@@ -293,7 +293,7 @@ def _through_first_record(
 def _find_form(
     source: DatasetParams, head: Sequence[tuple[Place, dict[str, Any] | Fault]], key: str, task: Task
 ) -> Form:
-    """The form that is set, or that the columns of the first record show. Raises RequestError when they show none."""
+    """The format that is set, or detected from the first record. Raises RequestError if there is none."""
     record = head[-1][1] if head else Fault("")
     if isinstance(record, Fault):
         faults = ((place, fault) for place, fault in head if isinstance(fault, Fault))
@@ -305,7 +305,7 @@ def _find_form(
 
 
 class _Table:
-    """Rows on their way into Arrow. `size` counts those added."""
+    """Builder of an Arrow table. `size` is the number of rows added."""
 
     def __init__(self, form: Form) -> None:
         self.form = form
@@ -315,7 +315,7 @@ class _Table:
         self.places: list[Place] = []
 
     def add(self, values: Values, place: Place) -> None:
-        """Take the row."""
+        """Add a row."""
         self.size += 1
         self.values.append(values)
         self.places.append(place)
@@ -334,14 +334,14 @@ class _Table:
 
 
 def _hub_dataset(source: DatasetParams, key: str, streamed: bool) -> "datasets.Dataset | datasets.IterableDataset":
-    """A dataset on the hub, or one downloaded before. Raises RequestError."""
+    """A dataset of the hub, or one downloaded before. Raises RequestError."""
     import datasets  # takes seconds, with pandas
 
     split = source.split
     if streamed:
         taken = parse_split(split) if "+" not in split else None
         if taken is None or taken.needs_count:
-            message = f"of a stream from the hub `{split}` cannot be taken without loading all of it"
+            message = f"`{split}` of a stream from the hub cannot be taken without loading all of it"
             raise RequestError([Problem(f"{key}.split", message, expected="row numbers, as in `train[:1000]`")])
         split = taken.name
     local = Path(source.path).absolute()
@@ -356,26 +356,26 @@ def _hub_dataset(source: DatasetParams, key: str, streamed: bool) -> "datasets.D
         dataset = datasets.load_dataset(
             source.path, source.name, split=split, **({"streaming": True} if streamed else {})
         )
-    except Exception as error:  # datasets and the hub client raise many kinds, all of them about the request
+    except Exception as error:  # datasets and the hub client raise many types, all about the request
         message = f"no file or folder {local}; {hub_host()} answered: {one_line(error)}"
         raise RequestError([Problem(key, message, nearest=nearest_path(local, source.path))]) from error
     return dataset
 
 
 def _dataset_records(dataset: "datasets.Dataset | datasets.IterableDataset") -> Iterator[Record]:
-    """The rows, with the names of classes where the dataset knows them; a class of -1 is none."""
+    """The dataset's rows, with class names in place of indices; -1 means no class."""
     number, classes = 0, _class_names(dataset.features or {})
     for batch in dataset.iter(batch_size=1000):
         for column, names in classes.items():
             batch[column] = [_named_class(value, names) for value in batch[column]]
-        batch = {column: without_nulls(values) for column, values in batch.items()}  # structs have them as in Arrow
+        batch = {column: without_nulls(values) for column, values in batch.items()}  # as in Arrow structs
         for values in zip(*batch.values(), strict=True):
             number += 1
             yield number, dict(zip(batch, values, strict=True))
 
 
 def _class_names(features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """The names of the classes of each column that has classes, or lists of them."""
+    """Class names of each column with classes or lists of them."""
     from datasets import ClassLabel
 
     inner = {column: getattr(feature, "feature", feature) for column, feature in features.items()}

@@ -1,4 +1,4 @@
-"""Tasks: each is a loss and a form of batch behind the same step."""
+"""Training tasks: an objective for each, used by the same training step."""
 
 import torch
 from torch import nn
@@ -38,9 +38,9 @@ __all__ = [
 def build_frozen_model(
     config: TrainingConfig, model: nn.Module, place: Place, computed: torch.dtype | None
 ) -> nn.Module | None:
-    """The frozen model next to the one that is trained, where the task needs one.
+    """The frozen teacher or reference model, if the task needs one.
 
-    `model` is the one that is trained, as it was built; `computed` is autocast's dtype.
+    `model` is the trained model as built; `computed` is autocast's dtype.
     """
     training = config.training
     if training.task is Task.DISTILLATION:
@@ -51,7 +51,7 @@ def build_frozen_model(
 
 
 def describe_frozen_model(config: TrainingConfig, frozen_model: nn.Module | None) -> tuple[str, ...]:
-    """What a plan has taken the task to need next to the model."""
+    """A plan's assumptions about the task's frozen model."""
     training = config.training
     if isinstance(frozen_model, FirstAdapter):
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen_model.parameters())
@@ -60,22 +60,22 @@ def describe_frozen_model(config: TrainingConfig, frozen_model: nn.Module | None
     if frozen_model is not None:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen_model.parameters())
         what = "the teacher" if training.task is Task.DISTILLATION else "the reference, a frozen copy of the weights,"
-        return (f"{what} takes {size / 2**30:.2f} GiB next to them, and a forward pass of its own in each step",)
+        return (f"{what} takes {size / 2**30:.2f} GiB more, and its own forward pass in each step",)
     if training.asks_reference_once:
-        return ("the reference is asked once before the first step: its forward passes are in no step",)
+        return ("the reference is computed once before the first step: its forward passes are not part of a step",)
     return ("the reference is the model without its adapter: one more forward pass",) if training.has_reference else ()
 
 
 def build_objective(config: TrainingConfig, model: nn.Module, frozen_model: nn.Module | None = None) -> Objective:
-    """What `training.task` minimises. Raises RequestError for a model that it cannot be asked of."""
+    """The objective of `training.task`. Raises RequestError for a model that does not support it."""
     training = config.training
     if training.task in (Task.CLASSIFICATION, Task.REGRESSION):
         return build_row_objective(model, training.label_smoothing)
     if training.task is Task.REWARD:
         return BradleyTerry()
     if training.task is Task.DISTILLATION:
-        assert frozen_model is not None, "build_companion() makes the teacher"
-        if config.model.chunked_loss is None:  # two heads' chunks are compared in float32, which is no faster
+        assert frozen_model is not None, "build_frozen_model() makes the teacher"
+        if config.model.chunked_loss is None:  # chunks of two heads are compared in float32, which is not faster
             return Distillation(frozen_model, training.distillation, None)
         chunk_size(config.model, frozen_model, "training.teacher.model_name")
         return Distillation(frozen_model, training.distillation, chunk_size(config.model, model))
@@ -87,5 +87,5 @@ def build_objective(config: TrainingConfig, model: nn.Module, frozen_model: nn.M
 
 
 def reference_of(objective: Objective) -> Reference | None:
-    """What a preference is measured against; None for a loss without a reference, and for other tasks."""
+    """The reference of a preference; None for a loss without one, and for other tasks."""
     return objective.asked.reference if isinstance(objective, Pairs | Singles) else None

@@ -1,4 +1,4 @@
-"""`sft` and `pretrain`: the next token, wherever a label supervises it; `distillation`: a teacher's next to it."""
+"""Objectives of `sft` and `pretrain` (cross entropy of next tokens) and of `distillation`."""
 
 import math
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ class NextToken:
     """Cross entropy of the supervised tokens, over all logits at once or in chunks, as `loss` computes it.
 
     `routers` is the auxiliary loss of a mixture of experts. transformers adds it to the mean cross entropy of a batch;
-    so of a micro batch it counts once for each supervised token, and a global batch has the mean of its micro batches'
-    terms, weighted by their supervised tokens. Unlike the cross entropy, it depends on how a batch is split: the load
-    is balanced within each micro batch.
+    here it is weighted by the supervised tokens of a micro batch, so that a global batch has the weighted mean over its
+    micro batches. Unlike the cross entropy, it depends on how a batch is split, since the load is balanced within each
+    micro batch.
     """
 
     loss: Loss
@@ -56,7 +56,7 @@ class NextToken:
         return {"loss": loss, "terms": terms, "correct": correct, "router_loss": terms * self.routers(seen, batch)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """`eval_loss` is what is trained on, the router loss included; `perplexity` is of the cross entropy alone."""
+        """`eval_loss` is the training loss, router loss included; `perplexity` is from the cross entropy alone."""
         means = {name: float(total / sums["terms"]) for name, total in sums.items()}
         routers = {"router_loss": means["router_loss"]} if "router_loss" in means else {}
         return {
@@ -69,10 +69,10 @@ class NextToken:
 
 @dataclass(frozen=True)
 class Distillation:
-    """The divergence from the teacher and the labels' cross entropy, mixed as `rule` says.
+    """Divergence from the teacher and cross entropy of the labels, weighted by `rule`.
 
-    The teacher goes first and keeps nothing but its logits; with `chunk` nothing but its last hidden states, and the
-    logits of `chunk` tokens at a time are compared.
+    The teacher runs first and keeps only its logits; with `chunk` only its last hidden states, and the logits of
+    `chunk` tokens at a time are compared.
     """
 
     teacher: nn.Module

@@ -1,4 +1,4 @@
-"""What every task gives the one step: a loss, what it is a mean over, and what evaluation counts."""
+"""Protocol of objectives: the loss, its number of terms, and the sums of an evaluation."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -9,9 +9,9 @@ from framework.build.losses.loss import Batch, Observe
 
 
 class Objective(Protocol):
-    """What is minimised. All of it are sums over a micro batch, so how a global batch is split changes nothing.
+    """A training objective. All values are sums over a micro batch, so the split of a global batch does not matter.
 
-    `unit` is what the loss is a mean over, in words.
+    `unit` names the terms that the loss is averaged over.
     """
 
     @property
@@ -22,11 +22,11 @@ class Objective(Protocol):
         ...
 
     def terms(self, batch: Batch) -> Tensor:
-        """How many terms that sum has (supervised tokens, rows, pairs): a scalar int64 on the batch's device."""
+        """Number of terms of that sum (supervised tokens, rows, pairs): a scalar int64 on the batch's device."""
         ...
 
     def sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """What evaluation adds up over batches: `loss` and `terms`, and whatever `metrics` needs. Keeps no logits."""
+        """Sums for an evaluation: `loss`, `terms`, and whatever `metrics` needs. Keeps no logits."""
         ...
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""`preference` and `reward`: losses over better answers against worse ones, or single answers, good or bad.
+"""Objectives of `preference` and `reward`: losses over pairs of a better and a worse answer, or over single answers.
 
-Sums and means over an answer's tokens are float32. Rewards are what the loss compares, up to what is the same for both
+Sums and means over an answer's tokens are float32. Rewards are defined up to a constant that is the same for both
 answers of a pair.
 """
 
@@ -20,9 +20,9 @@ from framework.schema.objectives import DEFAULT_BETA, PreferenceParams
 
 
 class Answers(NamedTuple):
-    """Log-probabilities of answers under the model that is trained, and under its reference where there is one.
+    """Log-probabilities of answers under the trained model, and under its reference if there is one.
 
-    All of shape `[answers]`: sums over the answer's tokens, and how many these are (at least 1).
+    All of shape `[answers]`: sums over the answer's tokens, and their number (at least 1).
     """
 
     sums: Tensor
@@ -36,13 +36,13 @@ class Answers(NamedTuple):
 
     @property
     def ratios(self) -> Tensor:
-        """How much likelier the answer has become than it is to the reference, as a logarithm."""
+        """Log-ratio of the answer's probability to that under the reference."""
         assert self.reference is not None, "losses with a reference are given one"
         return self.sums - self.reference
 
 
 class Judged(NamedTuple):
-    """Losses `[pairs]` and the rewards of the better and the worse answers; of single answers losses and rewards."""
+    """Losses `[pairs]` and rewards of the better and worse answers; for single answers losses and rewards."""
 
     losses: Tensor
     rewards: Tensor
@@ -51,7 +51,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class PairLoss:
-    """A loss over pairs, with the numbers that it was asked for."""
+    """A loss over pairs with its parameters."""
 
     params: PreferenceParams
 
@@ -119,7 +119,7 @@ class SingleLoss:
 
 
 def beta_of(params: PreferenceParams) -> float:
-    """The strength that was asked for, or the loss's own."""
+    """The written beta, or the loss's default."""
     return DEFAULT_BETA[params.loss_type] if params.beta is None else params.beta
 
 
@@ -131,20 +131,20 @@ def _log_odds(log_probability: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The model that is trained and its reference, asked about the answers of a batch."""
+    """Log-probabilities of a batch's answers under the model and its reference."""
 
     loss: Loss
     reference: Reference | None
 
     def answers(self, model: nn.Module, batch: Batch, observe: Observe) -> Answers:
-        """The reference goes first: its activations are gone before the model keeps its own."""
+        """The reference runs first, so its activations are freed before the model keeps its own."""
         reference = self.reference(model, batch) if self.reference is not None else None
         sums = answer_sums(self.loss.log_probabilities(model, batch, observe))
         return Answers(sums, answer_tokens(batch).clamp(min=1), reference)
 
 
 class _OfPairs:
-    """What objectives of pairs count and tell."""
+    """Terms and metrics of objectives over pairs."""
 
     unit: str = "pairs"
 
@@ -235,7 +235,7 @@ class Singles:
         return found
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Of a kind of answers that there are none of, nothing is said."""
+        """Metrics; a kind of answers that does not occur is left out."""
         found = {"eval_loss": float(sums["loss"] / sums["terms"])}
         for name in ("chosen", "rejected"):
             if float(sums[name]):
@@ -286,6 +286,6 @@ class BradleyTerry(_OfPairs):
 
 
 def _losses(better: Tensor, worse: Tensor, batch: Batch) -> Tensor:
-    """Of each pair; `targets`, if there are any, are the margins."""
+    """Losses of the pairs; `targets`, if present, are margins."""
     margins = batch["targets"][:, 0].nan_to_num() if "targets" in batch else 0.0
     return -F.logsigmoid(better - worse - margins)

@@ -1,4 +1,4 @@
-"""The reference of a preference: the model as it was before training, asked for the log-probabilities of answers."""
+"""The reference of a preference: log-probabilities of answers under the model before training."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class WithoutAdapter:
-    """The base of an adapted model, which is the model as it was: costs a forward pass and no memory."""
+    """The base of an adapted model, with the adapter disabled: costs a forward pass and no memory."""
 
     loss: Loss
 
@@ -33,7 +33,7 @@ class WithoutAdapter:
 
 
 class FirstAdapter(nn.Module):
-    """Frozen copies of an adapter's weights as they are now, on their device and in their dtypes."""
+    """Frozen copies of an adapter's current weights, on the same device and in the same dtypes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class FirstAdapter(nn.Module):
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block the model computes with the copies. They are tensors of their own, so that autocast keeps no
-        half-precision copy of one for the other."""
+        """Within the block the model computes with the copies. They are separate tensors, so that autocast's cache of
+        half-precision copies does not mix them up."""
         own = [module._parameters[name] for module, name, _ in self._places]
         try:
             for module, name, index in self._places:
@@ -65,7 +65,7 @@ class FirstAdapter(nn.Module):
 
 @dataclass(frozen=True)
 class WithFirstAdapter:
-    """The base with the adapter that the run started from: costs a forward pass and a copy of the adapter."""
+    """The base with the run's initial adapter: costs a forward pass and a copy of the adapter."""
 
     loss: Loss
     first: FirstAdapter
@@ -77,7 +77,7 @@ class WithFirstAdapter:
 
 @dataclass(frozen=True)
 class AsItIs:
-    """The model itself, which is its own reference as long as no step was made."""
+    """The model itself, which is its own reference before the first step."""
 
     loss: Loss
 
@@ -88,7 +88,7 @@ class AsItIs:
 
 @dataclass(frozen=True)
 class FrozenCopy:
-    """A model of its own that is never trained: costs its weights and a forward pass."""
+    """A separate frozen model: costs its weights and a forward pass."""
 
     loss: Loss
     model: nn.Module
@@ -100,7 +100,7 @@ class FrozenCopy:
 
 @dataclass(frozen=True)
 class Precomputed:
-    """What `source` has said of each row before the first step, carried by the batch."""
+    """Log-probabilities that `source` computed before the first step, taken from the batch."""
 
     source: Reference
 
@@ -109,7 +109,7 @@ class Precomputed:
 
 
 def build_reference(config: TrainingConfig, loss: Loss, frozen_model: nn.Module | None) -> Reference | None:
-    """The reference that the loss needs, None where it needs none."""
+    """The reference of the loss, or None if it needs none."""
     training = config.training
     if not training.has_reference:
         return None
@@ -123,7 +123,7 @@ def build_reference(config: TrainingConfig, loss: Loss, frozen_model: nn.Module 
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """The model with weights of its own, in the same dtypes, that are not trained; for inference."""
+    """A frozen copy of the model in eval mode, in the same dtypes."""
     copied = copy.deepcopy(model)
     copied.requires_grad_(False)
     copied.eval()
@@ -142,7 +142,7 @@ def answer_tokens(batch: Batch) -> Tensor:
 
 @contextlib.contextmanager
 def _as_evaluated(model: nn.Module) -> Iterator[None]:
-    """Within the block nothing drops out."""
+    """Within the block the model is in eval mode, without dropout."""
     was_training = model.training
     model.eval()
     try:

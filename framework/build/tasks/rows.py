@@ -1,4 +1,4 @@
-"""`classification` and `regression`: one answer for each row, against the row's `targets`."""
+"""Objectives of `classification` and `regression`: one output per row against its `targets`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,27 +16,27 @@ from framework.errors import Problem, RequestError
 AddedUp = Mapping[str, Tensor]
 
 LEAST_VARIANCE = 1e-13
-"""Share of the mean square below which numbers do not vary but are rounded: float32, which targets and answers are,
-resolves 6e-8 of a number, which squared is 4e-15, and sums of 1e3 rows in float64 err by as much."""
+"""Share of the mean square below which a variance is taken for rounding: float32 targets and outputs have a relative
+precision of 6e-8, squared 4e-15, and sums of 1e3 rows in float64 have errors of that size."""
 
 
 def row_answers(model: nn.Module, batch: Batch) -> Tensor:
-    """What the model says of each row, float32 of shape (rows, answers)."""
+    """The model's outputs, float32 of shape (rows, outputs)."""
     answers: Tensor = model(**model_inputs(model, batch), use_cache=False).logits
     return answers.float()
 
 
 def rows_that_count(batch: Batch) -> Tensor:
-    """Which rows have targets, bool of shape (rows,). A row that stands in for none has NaN."""
+    """Rows with targets, bool of shape (rows,). Rows of a dummy batch have NaN."""
     return ~batch["targets"].isnan().any(1)
 
 
 @dataclass(frozen=True)
 class _OfRows(ABC):
-    """A loss of one answer to each row, a sum over the rows that count."""
+    """A loss over row outputs, summed over the rows that count."""
 
     names: tuple[str, ...]
-    """Of the answers."""
+    """Names of the outputs."""
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         answers = row_answers(model, batch)
@@ -56,10 +56,10 @@ class _OfRows(ABC):
 
 @dataclass(frozen=True)
 class OneClass(_OfRows):
-    """Cross entropy of the one class of each row; its targets are (rows, 1) numbers of classes."""
+    """Cross entropy of one class per row; targets are (rows, 1) class indices."""
 
     smoothing: float = 0.0
-    """Share of the target that training spreads over the classes; evaluation has none."""
+    """Label smoothing in training; evaluation has none."""
 
     def _loss(self, answers: Tensor, batch: Batch) -> Tensor:
         share = self.smoothing
@@ -85,7 +85,7 @@ class OneClass(_OfRows):
 
 @dataclass(frozen=True)
 class SeveralClasses(_OfRows):
-    """Binary cross entropy of every class, its mean over the classes; targets are (rows, classes) of 0 and 1."""
+    """Binary cross entropy, mean over the classes; targets are (rows, classes) of 0 and 1."""
 
     def sums(self, model: nn.Module, batch: Batch) -> AddedUp:
         answers, counted = row_answers(model, batch), rows_that_count(batch)
@@ -112,14 +112,14 @@ class SeveralClasses(_OfRows):
         }
 
     def _loss(self, answers: Tensor, batch: Batch) -> Tensor:
-        targets = batch["targets"].nan_to_num()  # before the loss: a NaN would reach the gradient of its row's mask
+        targets = batch["targets"].nan_to_num()  # before the loss: a NaN would reach the gradient despite the mask
         losses = F.binary_cross_entropy_with_logits(answers, targets, reduction="none").mean(1)
         return (losses * rows_that_count(batch)).sum()
 
 
 @dataclass(frozen=True)
 class Numbers(_OfRows):
-    """Squared error, its mean over the numbers of a row; targets are (rows, numbers)."""
+    """Squared error, mean over the values of a row; targets are (rows, values)."""
 
     def sums(self, model: nn.Module, batch: Batch) -> AddedUp:
         answers, counted = row_answers(model, batch), rows_that_count(batch)
@@ -138,7 +138,7 @@ class Numbers(_OfRows):
         }
 
     def metrics(self, sums: AddedUp) -> dict[str, float]:
-        """Where there are several numbers, the mean over them. r2 and pearson are 0 where the truth never varies."""
+        """Metrics, as means over several values. r2 and pearson are 0 if the targets do not vary."""
         rows = sums["terms"]
         varies = _variation(sums["truth"], sums["truth_squared"], rows)
         guess_varies = _variation(sums["guess"], sums["guess_squared"], rows)
@@ -159,8 +159,7 @@ class Numbers(_OfRows):
 
 
 def build_row_objective(model: nn.Module, smoothing: float) -> OneClass | SeveralClasses | Numbers:
-    """What the kind of the model's head asks for. Raises RequestError for label smoothing where classes are not one of
-    several."""
+    """The objective for the model's head. Raises RequestError for label smoothing with several classes per row."""
     config = causal_model(model).config
     names = tuple(config.id2label[index] for index in range(config.num_labels))
     if config.problem_type == "regression":
@@ -168,35 +167,35 @@ def build_row_objective(model: nn.Module, smoothing: float) -> OneClass | Severa
     if config.problem_type != "multi_label_classification":
         return OneClass(names, smoothing)
     if smoothing:
-        message = "spreads the target over classes of which a row has one, and these rows have any number"
+        message = "needs exactly one class per row, and these rows may have any number"
         raise RequestError([Problem("training.label_smoothing", message, expected="0, or data.multi_label: false")])
     return SeveralClasses(names)
 
 
 def f1(true: Tensor, guessed: Tensor, right: Tensor) -> Tensor:
-    """Of counts: rows of a class, rows said to be of it, and both. 0 where neither occurs."""
+    """F1 from counts of true, predicted and correctly predicted rows; 0 if all are 0."""
     return 2 * right / (true + guessed).clamp(min=1)
 
 
 def macro_f1(true: Tensor, guessed: Tensor, right: Tensor) -> float:
-    """The mean over the classes that occur, in the rows or in what is said of them."""
+    """Mean F1 over the classes that occur in targets or predictions."""
     occurs = (true + guessed) > 0
     return float((f1(true, guessed, right) * occurs).sum() / occurs.sum().clamp(min=1))
 
 
 def _variation(total: Tensor, squared: Tensor, rows: Tensor) -> Tensor:
-    """Sum of the squared distances to the mean, 0 where it is but rounding."""
+    """Sum of squared deviations from the mean; 0 if it is only rounding."""
     found = squared - total**2 / rows
     return torch.where(found > LEAST_VARIANCE * squared, found, 0)
 
 
 def _classes(batch: Batch) -> Tensor:
-    """The class of each row, int64 of shape (rows,), IGNORED where the row does not count."""
+    """Class index of each row, int64 of shape (rows,), IGNORED for rows that do not count."""
     return batch["targets"].nan_to_num(nan=IGNORED)[:, 0].long()
 
 
 def _per_class(classes: Tensor, counted: Tensor, answers: Tensor) -> Tensor:
-    """How many of the counted rows are of each class; float32, exact below 2^24 rows a batch."""
+    """Number of counted rows per class; float32, exact below 2^24 rows a batch."""
     return answers.new_zeros(answers.shape[1]).index_add(0, classes, counted.float())
 
 

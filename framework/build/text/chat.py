@@ -1,4 +1,4 @@
-"""Chat templates: where they come from, how a conversation is rendered, and whether a tokenizer can do it."""
+"""Chat templates: rendering of conversations, and checks of a tokenizer's template."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from framework.build.text.named_templates import template_names
 from framework.errors import Problem, RequestError
 
 Message: TypeAlias = dict[str, Any]
-"""`role` and `content`; a turn may also have what framework/build/text/messages.py keeps: tool calls, reasoning, a
+"""`role` and `content`, and optionally the fields that framework/build/text/messages.py keeps: tool calls, reasoning, a
 name."""
 
 
@@ -30,22 +30,22 @@ class Chat:
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] = ()
     prompt: int = 0
-    """Messages at the beginning that are the prompt, where the row says so."""
+    """Number of messages at the beginning that are the prompt, if the row has one."""
     left_out: frozenset[int] = frozenset()
-    """Numbers of the messages that the row says are not supervised."""
+    """Indices of messages that the row marks as not supervised."""
     asks_others: bool = False
-    """Whether it says that turns are supervised which are not the assistant's."""
+    """Whether the row marks turns for training that are not the assistant's."""
 
     def through(self, count: int) -> "Chat":
-        """Its first messages."""
+        """The chat with its first `count` messages."""
         return replace(self, messages=self.messages[:count])
 
     def with_message(self, index: int, message: Message) -> "Chat":
-        """Itself with another message in place of one."""
+        """The chat with one message replaced."""
         return replace(self, messages=[*self.messages[:index], message, *self.messages[index + 1 :]])
 
     def answers(self) -> list[int]:
-        """Numbers of the messages that the assistant writes."""
+        """Indices of the assistant's messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == ASSISTANT]
 
 
@@ -56,13 +56,13 @@ T = TypeVar("T")
 
 
 class TemplateFault(ValueError):
-    """Why a template does not render a conversation: whatever Jinja, or the template's own arithmetic, has raised."""
+    """Why a template does not render a conversation: any exception of Jinja or of the template's own code."""
 
 
 ASSISTANT = "assistant"
 
 _PLAIN = frozenset({"role", "content", "name"})
-"""Fields of a message that hold a text and mean the same to every template."""
+"""Text fields with the same meaning in every template."""
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -73,16 +73,16 @@ ROWS_CHECKED = 3
 """Rows that `check_chat` renders."""
 
 RENDER_SECONDS = 1.0
-"""Processor time that one rendering may take, and a tenth more. Public templates take 0.1 to 5 ms, and a
-conversation of 1 MB 50 ms."""
+"""Limit of processor time for one rendering (plus up to a tenth). Public templates take 0.1 to 5 ms, and 50 ms for a
+conversation of 1 MB."""
 
 SLOWEST, TRIED_SECONDS = 50_000, 1.0
-"""Characters a second that a template has to write, and the processor time after which that is looked at. Eight public
-templates write 590,000 or more of conversations of a few words (EPYC, jinja2 3.1, 2026-11)."""
+"""Characters a second that a template has to write, and the processor time after which that is checked. Eight public
+templates write 590,000 or more for conversations of a few words (EPYC, jinja2 3.1, 2026-11)."""
 
 
 def _with_thought(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its thought under the names that templates read, as transformers has it since 5.2x."""
+    """The message with its reasoning under both names that templates use, as transformers does since 5.2x."""
     thought = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if thought is None:
         return dict(message)
@@ -90,27 +90,27 @@ def _with_thought(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MOST_ADDED, MOST_TIMES = 50_000, 20
-"""Characters that a template may write of its own, and how often what it is given: longer texts come of its loops."""
+"""Characters that a template may add, and how often it may repeat its input: longer output means a runaway loop."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """A tokenizer's template, with what every rendering reads of the tokenizer read once: for a batch of rows."""
+    """A tokenizer's template for a batch of rows, with the tokenizer's attributes read once."""
 
     tokenizer: PreTrainedTokenizerBase
     effort: "Effort" = field(default_factory=lambda: Effort(), compare=False)
 
     def render(self, chat: Chat, generation_prompt: bool = False) -> str:
-        """The conversation as text; with `generation_prompt`, up to where the model would begin to write.
+        """The conversation as text; with `generation_prompt`, up to the start of generation.
 
-        Raises TemplateFault when the template refuses it, RequestError when it takes too long.
+        Raises TemplateFault if the template refuses it, RequestError if it takes too long.
         """
 
         text = self._text(chat)  # compiled before it is timed
 
         def plain(messages: Sequence[Message]) -> str:
-            said = {**self._named, "add_generation_prompt": generation_prompt}
-            return cast(str, compiled(text).render(messages=messages, tools=None, documents=None, **said))
+            options = {**self._named, "add_generation_prompt": generation_prompt}
+            return cast(str, compiled(text).render(messages=messages, tools=None, documents=None, **options))
 
         def prepared(messages: Sequence[Message]) -> str:
             written = self.tokenizer.apply_chat_template(
@@ -122,23 +122,23 @@ class Template:
             )
             return cast(str, written)
 
-        # Of turns with texts alone `apply_chat_template` makes no other messages first. Walking through them for each
-        # rendering would take longer than the rendering; a test compares the two.
+        # `apply_chat_template` leaves messages with text fields alone unchanged, but walks through them for each
+        # rendering, which takes longer than rendering; a test compares the two paths.
         if chat.messages and not chat.tools and all(each.keys() <= _PLAIN for each in chat.messages):
             return self._timed(plain, chat, chat.messages, str)
         return self._with_arguments(prepared, chat, str)
 
     def render_or_none(self, chat: Chat, generation_prompt: bool = False) -> str | None:
-        """As `render`; None where it is refused: templates may refuse a part of what they render as a whole."""
+        """As `render`; None if refused, since templates may refuse a part of a chat that they render as a whole."""
         try:
             return self.render(chat, generation_prompt) if chat.messages else None
         except TemplateFault:
             return None
 
     def render_marked(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The conversation as text, and the spans that the template's `{% generation %}` blocks wrote.
+        """The conversation as text, and the spans of the template's `{% generation %}` blocks.
 
-        Raises TemplateFault when the template refuses it, RequestError when it takes too long.
+        Raises TemplateFault if the template refuses it, RequestError if it takes too long.
         """
 
         template = self._text(chat)
@@ -157,8 +157,8 @@ class Template:
         return self._with_arguments(rendered, chat, lambda made: made[0])
 
     def _with_arguments(self, render: Callable[[Sequence[Message]], T], chat: Chat, text: Callable[[T], str]) -> T:
-        """What `render` makes, with the arguments of calls as objects; or as JSON text, where the template adds them to
-        a text (DeepSeek's does) or would write an object as Python prints it."""
+        """The rendering, with the arguments of calls as objects; or as JSON text, if the template concatenates them
+        with text (DeepSeek's does) or would write an object as Python prints it."""
         messages = [_with_thought(message) for message in chat.messages]
         if not any(message.get("tool_calls") for message in messages):
             return self._timed(render, chat, messages, text)
@@ -183,7 +183,8 @@ class Template:
         messages: Sequence[Message],
         text: Callable[[T], str],
     ) -> T:
-        """What `render` makes. A template is a program that came with a model: it may raise anything, or not end."""
+        """The rendering, within limits. A template is a program that comes with a model: it may raise anything, or not
+        end."""
         started = time.thread_time()
         try:
             with watched(RENDER_SECONDS):
@@ -194,7 +195,7 @@ class Template:
             raise TemplateFault(one_line(error)) from error
         else:
             if half := _HALF.search(text(made)):
-                raise TemplateFault(f"it writes {half[0]!r}, which is no character")
+                raise TemplateFault(f"it writes {half[0]!r}, which is not a character")
             written = len(text(made))
             given = 0 if written <= MOST_ADDED else len(str(messages)) + len(str(chat.tools))
             if written > MOST_ADDED + MOST_TIMES * given:
@@ -208,12 +209,12 @@ class Template:
         raise RequestError([Problem("model.chat_template", message, expected="a template that ends in milliseconds")])
 
     def marks_generation(self, chat: Chat) -> bool:
-        """Whether the template itself says what the assistant writes, by `{% generation %}` blocks."""
+        """Whether the template marks the assistant's text with `{% generation %}` blocks."""
         return _has_generation_block(self._text(chat))
 
     @cached_property
     def specials(self) -> tuple[str, ...]:
-        """Every token that is never made of pieces of text, as it is written."""
+        """The text of all special and added tokens."""
         tokens = self.tokenizer.added_tokens_decoder.values()
         return tuple(token.content for token in tokens if token.content.strip())
 
@@ -226,7 +227,7 @@ class Template:
         return self._read(None)
 
     def _text(self, chat: Chat) -> str:
-        """The text of the template for this chat: a tokenizer may have another one for chats with tools."""
+        """The template's source for this chat: a tokenizer may have a separate one for chats with tools."""
         return self._read(list(chat.tools)) if chat.tools else self._without_tools
 
     def _read(self, tools: list[dict[str, Any]] | None) -> str:
@@ -247,7 +248,7 @@ class Template:
 
 @dataclass
 class Effort:
-    """The processor time that renderings took, and the characters that they wrote."""
+    """Total processor time and characters of renderings."""
 
     seconds: float = 0.0
     characters: int = 0
@@ -270,7 +271,7 @@ def _calls(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 
 
 def _is_printed(call: Mapping[str, Any], text: str) -> bool:
-    """Whether the arguments stand in the text as Python prints an object, which no model was made to write."""
+    """Whether the text has the arguments as Python prints an object, which no model was trained to write."""
     arguments = call["arguments"]
     printed = repr(arguments)
     return bool(arguments) and printed != _as_text(arguments) and printed in text
@@ -292,7 +293,7 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str:
-    """One conversation, as `Template.render` has it."""
+    """Render one conversation, as `Template.render` does."""
     return Template(tokenizer).render(chat, generation_prompt)
 
 
@@ -307,9 +308,9 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> dict[str, str]:
-    """Whether this tokenizer can render these conversations; looks at the first three. Returns warnings by kind.
+    """Check that this tokenizer can render these conversations, by the first three. Returns warnings by kind.
 
-    Raises RequestError when there is no template, or when the template does not compile or refuses a row.
+    Raises RequestError if there is no template, or if it does not compile or refuses a row.
     """
     try:
         tokenizer.get_chat_template()
@@ -332,8 +333,8 @@ def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> dic
 
 
 def _doubts(template: Template, chat: Chat) -> dict[str, str]:
-    """What would make the trained model behave unlike the rows it was trained on, judged by the last answer; by kind,
-    since the words of a row are in it."""
+    """Differences between the training text and generation, judged by the last answer: warnings by kind, since their
+    text quotes a row."""
     whole = template.render(chat)
     last = max(chat.answers(), default=0)
     if not last:
@@ -342,14 +343,14 @@ def _doubts(template: Template, chat: Chat) -> dict[str, str]:
     prompt = template.render(chat.through(last), generation_prompt=True)
     if not whole.startswith(prompt):
         found["prompt"] = (
-            f"the prompt that generation starts from ends in {prompt[-40:]!r}, which the training rows do not have; "
-            "the model is trained on other text than it will see"
+            f"generation starts from a prompt that ends in {prompt[-40:]!r}, which the training rows do not have; "
+            "the model is trained on different text than it will see"
         )
     ending = whole.rstrip()
     if last == len(chat.messages) - 1 and not ending.endswith(template.specials):
         found["end"] = (
-            f"an assistant turn ends in {ending[-20:]!r}, which is no special token of this tokenizer, "
-            "so nothing tells generation to stop"
+            f"an assistant turn ends in {ending[-20:]!r}, which is not a special token of this tokenizer, "
+            "so generation has no token to stop at"
         )
     elif template.marks_generation(chat) and (token := _unmarked_end(template, chat)):
         found["block"] = (
@@ -357,16 +358,16 @@ def _doubts(template: Template, chat: Chat) -> dict[str, str]:
             "so the model does not learn to stop"
         )
     if chat.tools and whole == template.render(replace(chat, tools=())):
-        found["tools"] = "the template does not write the `tools` of the rows; the model is not told of them"
+        found["tools"] = "the template does not write the `tools` of the rows, so the model does not see them"
     if any(message.get("name") and message["role"] not in ("tool", "function") for message in chat.messages):
         nameless = tuple({key: value for key, value in message.items() if key != "name"} for message in chat.messages)
         if whole == template.render(replace(chat, messages=nameless)):
-            found["name"] = "the template does not write the `name` of turns; the model is not told who speaks"
+            found["name"] = "the template does not write the `name` of turns, so the model does not see who speaks"
     return found
 
 
 def _unmarked_end(template: Template, chat: Chat) -> str | None:
-    """The special token that follows the last generation block, if there is one."""
+    """The special token right after the last generation block, if there is one."""
     whole, spans = template.render_marked(chat)
     rest = whole[spans[-1][1] :] if spans else ""
     return next((token for token in template.specials if rest.startswith(token)), None)

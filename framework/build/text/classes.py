@@ -1,4 +1,4 @@
-"""What rows as a whole are told to be: their classes by number, or their values."""
+"""Targets of classification and regression: class indices or values."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +14,11 @@ from framework.build.text.messages import describe
 from framework.schema.plural import counted
 
 HIGHEST = float(np.finfo(np.float32).max)
-"""Targets are float32; a larger number would be infinite there."""
+"""Largest target: targets are float32."""
 
 
 COARSE = 1e-3
-"""Of the spread of values: steps of float32 above it are a part of what is to be learnt."""
+"""Share of the values' standard deviation; float32 steps above it distort the targets."""
 
 
 class WrongLabel(ValueError):
@@ -27,17 +27,17 @@ class WrongLabel(ValueError):
 
 @dataclass(frozen=True)
 class Targets:
-    """How a label becomes numbers.
+    """Conversion of a label to a target.
 
-    Of one class in each row the target is its number; of several, 1 or 0 for each class; of values, the values.
+    With one class a row the target is its index; with several, 1 or 0 for each class; for values, the values.
     """
 
     names: tuple[str, ...]
-    """Names of the classes, in the order of their numbers; none where rows have values."""
+    """Names of the classes by index; empty if rows have values."""
     several: bool
     """Whether a row may have any number of classes."""
     size: int
-    """Numbers in a target."""
+    """Length of a target."""
 
     def of(self, label: object) -> npt.NDArray[np.float32]:
         """The target, float32 of shape (size,). Raises WrongLabel."""
@@ -55,14 +55,18 @@ class Targets:
     def _index(self, label: object) -> int:
         name = class_name(label)
         if _is_no_class(label):
-            raise WrongLabel(f"{name} is no class; rows without one have no label, and values are for task regression")
+            raise WrongLabel(
+                f"{name} is not a class; rows without a class need no label, and values need the task regression"
+            )
         if name in self.names:
             return self.names.index(name)
         if isinstance(label, (int, float)) and label < len(self.names) and not any(map(str.isdecimal, self.names)):
-            return int(label)  # of classes that are numbers themselves, one that is not there is none
+            return int(label)  # if class names are numbers, a number is a name and not an index
         close = nearest(name, self.names)
         known = ", ".join(self.names[:12]) + (", .." if len(self.names) > 12 else "")
-        raise WrongLabel(f"{name!r} is none of the classes ({known})" + (f"; did you mean {close}?" if close else ""))
+        raise WrongLabel(
+            f"{name!r} is not one of the classes ({known})" + (f"; did you mean {close}?" if close else "")
+        )
 
     def _values(self, label: object) -> npt.NDArray[np.float32]:
         values = label if isinstance(label, list) else [label]
@@ -74,9 +78,9 @@ class Targets:
 
 
 def find_classes(labels: Iterable[str | None], given: Sequence[str] | None) -> Targets:
-    """The classes of these labels (JSON texts): those given, or every name that occurs, sorted; numbers by size.
+    """Classes of these labels (JSON texts): those given, or every name that occurs, sorted; numbers by size.
 
-    Raises WrongLabel where there are labels, and none of them is a class.
+    Raises WrongLabel if there are labels and none of them is a class.
     """
     several: bool | None = None
     names: set[str] = set()
@@ -85,10 +89,10 @@ def find_classes(labels: Iterable[str | None], given: Sequence[str] | None) -> T
         first = label if several is None else first
         several = isinstance(label, list) if several is None else several
         for each in label if isinstance(label, list) else [label]:
-            if not _is_no_class(each):  # such a row is refused, with its place
+            if not _is_no_class(each):  # such a row is refused later, with its location
                 names.add(class_name(each))
     by_name = sorted(names)
-    # numbers by size; `1` and `01` are of one size, and their order must not be the set's
+    # `1` and `01` have the same size; sorting by name first makes their order deterministic
     ordered = sorted(by_name, key=size_of) if all(map(str.isdecimal, names)) else by_name
     found = tuple(given or ordered)
     if not found and several is not None:
@@ -97,13 +101,13 @@ def find_classes(labels: Iterable[str | None], given: Sequence[str] | None) -> T
 
 
 def find_values(labels: Iterable[str | None]) -> Targets:
-    """How many values each row has, judged by the first."""
+    """Targets for values; the first row gives their number."""
     first = next((label for label in _parsed(labels) if label != []), 0.0)
     return Targets((), False, len(first) if isinstance(first, list) else 1)
 
 
 def coarse_values(labels: Iterable[str | None]) -> list[str]:
-    """What float32 loses of values that lie close together and far from 0, in words; a line for each that a row has."""
+    """Warnings about values so close together and far from 0 that float32 merges them; one for each value of a row."""
     rows = [label if isinstance(label, list) else [label] for label in _parsed(labels)]
     found = []
     for column in zip_longest(*rows):
@@ -116,13 +120,13 @@ def coarse_values(labels: Iterable[str | None]) -> list[str]:
             found.append(
                 f"the {counted(len(values), 'different value')} from {values[0]:.10g} to {values[-1]:.10g} are "
                 f"{kept:,} in float32, whose steps are {step:g} there: subtract {values.mean():.10g} from them "
-                f"in the file and divide by {spread:.3g}, and undo both on what predict says"
+                f"in the file and divide by {spread:.3g}, and undo both on the predictions"
             )
     return found
 
 
 def class_name(label: object) -> str:
-    """The class as text: `true`, `3` (also for 3.0, which tables make of it), or its name."""
+    """Name of the class: `true`, `3` (also for 3.0, as tables store it), or the text."""
     if isinstance(label, bool):
         return str(label).lower()
     return str(int(label)) if isinstance(label, float) and label == int(label) else str(label)
@@ -133,13 +137,13 @@ def _is_no_class(label: object) -> bool:
 
 
 def size_of(number: str) -> tuple[int, str]:
-    """Decimal digits of any script by the size of their number, which Python does not read where there are too many."""
+    """Sort key of a decimal number in any script by size, without Python's limit on the length of integers."""
     digits = "".join(str(decimal(digit)) for digit in number).lstrip("0")
     return len(digits), digits
 
 
 def _parsed(labels: Iterable[str | None]) -> Iterator[object]:
-    """The labels there are. Most rows share few of them, so each text is read once."""
+    """The distinct labels. Most rows share a few, so each text is parsed once."""
     seen: dict[str, object] = {}
     for text in labels:
         if text is not None and text not in seen:
@@ -155,7 +159,7 @@ def _number(value: object) -> float:
 
 
 def _finite(value: object) -> float | None:
-    """The number that is meant, where float32 has it."""
+    """The value as a number if float32 can hold it, else None."""
     try:
         if isinstance(value, (int, float, str)) and abs(number := float(value)) <= HIGHEST:
             return number

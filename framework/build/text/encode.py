@@ -1,4 +1,4 @@
-"""Rows of any form, as tokens with their labels."""
+"""Encoders of the row formats: stored rows to tokens and labels."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ from framework.build.text.messages import SUPERVISED
 from framework.schema.choices import Supervise
 
 Result: TypeAlias = Encoded | UnsuitedChat | None
-"""A row as tokens, why it cannot be had, or None where the row is empty."""
+"""A row's tokens, the reason why it cannot be encoded, or None for an empty row."""
 
 StoredRow: TypeAlias = dict[str, Any]
-"""A row as a form keeps it, by column."""
+"""A stored row: values by column."""
 
 ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -35,27 +35,27 @@ ALPACA_WITH_INPUT = (
 ALPACA_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 )
-"""How the prompts of Stanford's Alpaca begin (2023); what tokenizers without a chat template are given."""
+"""First sentences of Stanford Alpaca's prompts (2023), for tokenizers without a chat template."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How rows become tokens."""
+    """Settings for encoding rows."""
 
     tokenizer: PreTrainedTokenizerBase
-    learnt: Supervise | None = None
-    """Which tokens; None is what each form is for: the answers of a chat, the completion of a prompt."""
+    supervise: Supervise | None = None
+    """Which tokens are supervised; None is the format's default: the answers of a chat, the completion of a prompt."""
     targets: Targets | None = None
-    """How labels become numbers, where rows have them."""
+    """Conversion of labels to numbers, for rows with labels."""
     margins: bool = False
-    """Whether pairs say by how much the one answer is better."""
+    """Whether pairs have a margin."""
 
     def supervised_of(self, usual: Supervise) -> Supervise:
-        return self.learnt or usual
+        return self.supervise or usual
 
 
 def row_texts(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-    """Every text in these rows, for building a tokenizer on."""
+    """All texts in these rows, for training a tokenizer."""
     for values in zip(*batch.values(), strict=True):
         row = dict(zip(batch, values, strict=True))
         yield from (row[column] for column in ("text", "text_pair") if row.get(column))
@@ -65,17 +65,17 @@ def row_texts(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
 
 
 def asked_tokens(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Sequence[int] | None:
-    """The tokens of a row, where it has any."""
+    """Generation prompt of a row of tokens."""
     return row["input_ids"] if row["input_ids"] is not None and len(row["input_ids"]) else None
 
 
 def asked_text(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The text to go on with."""
+    """Generation prompt of a text: the text itself."""
     return row["text"] or None
 
 
 def asked_conversation(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | None:
-    """The conversation without the answer that it ends in."""
+    """Generation prompt of a conversation: its messages without a final answer."""
     if row["messages"] is None:
         return None
     chat = conversation(row)
@@ -84,7 +84,7 @@ def asked_conversation(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Ch
 
 
 def asked_alpaca(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | None:
-    """The instruction with its input, as a chat or as Alpaca's text."""
+    """Generation prompt of an Alpaca row: the instruction with its input, as a chat or as Alpaca's text."""
     if row["prompt"] is None:
         return None
     asked = alpaca({**row, "completion": '""'}, tokenizer)
@@ -92,7 +92,7 @@ def asked_alpaca(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | s
 
 
 def asked_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | None:
-    """The prompt, a text or a chat."""
+    """Generation prompt of a row with a `prompt`, a text or a chat."""
     if row["prompt"] is None:
         return None
     prompt = json.loads(row["prompt"])
@@ -114,28 +114,28 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def texts(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    """Texts, of which every token is supervised."""
+    """Encode texts, with every token supervised."""
     return list(encode_texts(encoding.tokenizer, [row["text"] for row in rows])) if rows else []
 
 
 def conversations(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    """Chats, of which the answers are supervised unless `data.supervise` says otherwise."""
-    learnt = encoding.supervised_of(Supervise.ASSISTANT)
-    return list(encode_chats(encoding.tokenizer, [conversation(row) for row in rows], learnt))
+    """Encode chats, whose answers are supervised by default."""
+    supervise = encoding.supervised_of(Supervise.ASSISTANT)
+    return list(encode_chats(encoding.tokenizer, [conversation(row) for row in rows], supervise))
 
 
 def alpacas(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    """Instructions with their answers, as chats or as Alpaca's texts."""
+    """Encode instructions and their answers, as chats or as Alpaca's texts."""
     return _answers([alpaca(row, encoding.tokenizer) for row in rows], encoding)
 
 
 def completions(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    """Prompts with their completions."""
+    """Encode prompts and their completions."""
     return _answers([answered(row) for row in rows], encoding)
 
 
 def preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    """Pairs: the better answer, with the other and the margin next to it."""
+    """Encode pairs: the better answer, which carries the worse one and the margin."""
     chosen, rejected = (
         _answers([answered(row, column=column) for row in rows], encoding) for column in ("chosen", "rejected")
     )
@@ -152,7 +152,7 @@ def preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
 
 
 def unpaired(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    """Answers with a verdict."""
+    """Encode answers with a verdict."""
     found = completions(rows, encoding)
     verdicts = (np.array([json.loads(row["label"])], np.float32) for row in rows)
     return [
@@ -162,9 +162,9 @@ def unpaired(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
 
 
 def labelled(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    """Texts with their class or number. Raises TypeError where the encoding does not say what labels mean."""
+    """Encode texts with their class or number. Raises TypeError if `encoding.targets` is not set."""
     if encoding.targets is None:
-        raise TypeError("labelled rows are encoded with what their labels mean")
+        raise TypeError("encoding labelled rows needs `targets`")
     found: list[Result] = []
     encoded = encode_labelled(encoding.tokenizer, [(row["text"], row.get("text_pair")) for row in rows])
     for row, one in zip(rows, encoded, strict=True):
@@ -176,39 +176,40 @@ def labelled(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
 
 
 def tokens(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    """Rows of tokens, with the labels that they bring."""
+    """Encode rows of token ids, with their own labels if they have any."""
     return [encode_tokens(row["input_ids"], row.get("labels")) for row in rows]
 
 
 def _answers(rows: Sequence[Chat | tuple[str, str]], encoding: Encoding) -> list[Result]:
-    """Prompts with their completions, as chats or as plain texts; each row by itself decides which."""
-    learnt = encoding.supervised_of(Supervise.COMPLETION)
+    """Encode prompts with their completions; each row is a chat or plain text."""
+    supervise = encoding.supervised_of(Supervise.COMPLETION)
     chats = [row for row in rows if isinstance(row, Chat)]
     texts = [row for row in rows if not isinstance(row, Chat)]
-    from_chats = iter(encode_chats(encoding.tokenizer, chats, learnt) if chats else ())
-    from_texts = iter(encode_completions(encoding.tokenizer, texts, learnt is Supervise.ALL))
+    from_chats = iter(encode_chats(encoding.tokenizer, chats, supervise) if chats else ())
+    from_texts = iter(encode_completions(encoding.tokenizer, texts, supervise is Supervise.ALL))
     return [next(from_chats) if isinstance(row, Chat) else next(from_texts) for row in rows]
 
 
 def conversation(row: StoredRow, tokenizer: PreTrainedTokenizerBase | None = None) -> Chat:
-    """The row as a chat, whose messages were written out."""
+    """A stored conversation as a chat."""
     return _chat(json.loads(row["messages"]), row)
 
 
 def _chat(messages: Sequence[Message], row: StoredRow, prompt: int = 0) -> Chat:
-    """The conversation with the tools of the row; which turns are supervised is no part of what templates are given."""
-    said = {index: message[SUPERVISED] for index, message in enumerate(messages) if SUPERVISED in message}
-    if said:
+    """The conversation with the row's tools. The marks of supervised turns are removed from the messages that templates
+    get."""
+    marks = {index: message[SUPERVISED] for index, message in enumerate(messages) if SUPERVISED in message}
+    if marks:
         messages = [{name: value for name, value in each.items() if name != SUPERVISED} for each in messages]
-    left_out = frozenset(index for index, is_supervised in said.items() if not is_supervised)
+    left_out = frozenset(index for index, is_supervised in marks.items() if not is_supervised)
     tools = json.loads(row["tools"]) if row.get("tools") else ()
-    return Chat(messages, tools, prompt, left_out, any(said.values()))
+    return Chat(messages, tools, prompt, left_out, any(marks.values()))
 
 
 def answered(
     row: StoredRow, tokenizer: PreTrainedTokenizerBase | None = None, *, column: str = "completion"
 ) -> Chat | tuple[str, str]:
-    """Prompt and answer, as a chat where the answer is one."""
+    """Prompt and answer, as a chat if the answer is messages."""
     prompt, answer = json.loads(row["prompt"] or '""'), json.loads(row[column])
     if isinstance(answer, str):
         return (prompt, answer)
@@ -217,7 +218,7 @@ def answered(
 
 
 def alpaca(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tuple[str, str]:
-    """A conversation where there is a template, or where there are earlier turns, which need one; else a text."""
+    """An Alpaca row as a conversation if there is a template or history (which needs a template), else as text."""
     asked = json.loads(row["prompt"])
     is_chat = has_template(tokenizer) or asked.get("history")
     return _alpaca_chat(asked, row) if is_chat else _alpaca_text(asked, row)

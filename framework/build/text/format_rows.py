@@ -1,4 +1,4 @@
-"""One row of each form: what is kept of it, and what is wrong with it."""
+"""Readers of the row formats: a record to a stored row, or a message about its mistake."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from framework.schema.choices import RowFormat
 from framework.schema.plural import counted
 
 Values = dict[str, Any]
-"""What is kept of one row, by column."""
+"""A stored row: values by column."""
 
 HIGHEST_ID = 2**31 - 1
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def faults_as_values(read: Callable[[Mapping[str, Any]], Values]) -> Callable[[Mapping[str, Any]], Values | str]:
-    """Faults as values: whoever reads many rows wants all of them."""
+    """`read` with a Fault returned as text instead of raised, since a reader of many rows collects all of them."""
 
     def guarded(record: Mapping[str, Any]) -> Values | str:
         try:
@@ -55,7 +55,7 @@ def _optional(column: str, read: Callable[[object], T], record: Mapping[str, Any
 
 
 def _answer(column: str, read: Callable[[object], T], record: Mapping[str, Any]) -> T | None:
-    """The same of an answer in a column of its own, where the empty field of a table is none."""
+    """`_optional` for the column of an answer, where an empty field of a table means no answer."""
     value = record[column]
     return None if isinstance(value, str) and not value.strip() else _optional(column, read, record)
 
@@ -77,17 +77,17 @@ def _tools(record: Mapping[str, Any]) -> str | None:
 
 
 def text_row(record: Mapping[str, Any]) -> Values:
-    """Of `text`."""
+    """Stored row of `text`."""
     return {"form": str(RowFormat.TEXT), "text": _optional("text", read_text, record)}
 
 
 def messages_row(record: Mapping[str, Any]) -> Values:
-    """Of `messages`."""
+    """Stored row of `messages`."""
     return _conversation(RowFormat.MESSAGES, _optional("messages", read_messages, record), record)
 
 
 def sharegpt_row(record: Mapping[str, Any]) -> Values:
-    """Of `conversations`, as messages."""
+    """Stored row of `conversations`, as messages."""
     return _conversation(RowFormat.SHAREGPT, _optional("conversations", read_sharegpt, record), record)
 
 
@@ -97,7 +97,7 @@ def _conversation(form: RowFormat, messages: list[dict[str, Any]] | None, record
 
 
 def prompt_completion_row(record: Mapping[str, Any]) -> Values:
-    """Of a prompt and its completion, each a text or messages."""
+    """Stored row of a prompt and its completion, each a text or messages."""
     prompt = _optional("prompt", _text_or_messages, record)
     completion = _optional("completion", _text_or_messages, record)
     prompt, completion = _alike(prompt, completion)
@@ -107,7 +107,8 @@ def prompt_completion_row(record: Mapping[str, Any]) -> Values:
 
 
 def _behind_system(prompt: Any, record: Mapping[str, Any], instead: str) -> Any:
-    """The prompt behind the system prompt of another column. Raises Fault where it is a text, which has no turns."""
+    """The prompt with the `system` column as its first message. Raises Fault if the prompt is a text, which has no
+    turns."""
     system = _some_text("system", record)
     if system and isinstance(prompt, str):
         raise Fault(f"column `system`: a prompt that is a text has no system turn; write {instead}")
@@ -119,7 +120,8 @@ def _stored(value: object) -> str | None:
 
 
 def _alike(prompt: Any, answer: Any) -> tuple[Any, Any]:
-    """A text next to a list of messages is a message itself: what the user says, or what the assistant answers."""
+    """Prompt and answer in the same form: a text paired with messages becomes a message of the user or the
+    assistant."""
     if isinstance(prompt, str) and isinstance(answer, list):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if isinstance(answer, str) and isinstance(prompt, list):
@@ -128,7 +130,7 @@ def _alike(prompt: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def alpaca_row(record: Mapping[str, Any]) -> Values:
-    """Of `instruction` and `output`, as prompt and completion."""
+    """Stored row of `instruction` and `output`, as prompt and completion."""
     instruction, output = (_optional(column, read_text, record) for column in ("instruction", "output"))
     asked: Values = {
         "instruction": instruction,
@@ -145,7 +147,7 @@ def alpaca_row(record: Mapping[str, Any]) -> Values:
 
 
 def preference_row(record: Mapping[str, Any]) -> Values:
-    """Of a better and a worse answer to one prompt, which an Alpaca row has in `instruction` and `input`."""
+    """Stored row of a better and a worse answer to a prompt, or to `instruction` and `input`."""
     prompt, chosen, rejected = (
         _optional(column, _text_or_messages, record) for column in ("prompt", "chosen", "rejected")
     )
@@ -159,7 +161,7 @@ def preference_row(record: Mapping[str, Any]) -> Values:
         elif isinstance(chosen, list) and isinstance(rejected, list):
             prompt, chosen, rejected = _split_chats(prompt, chosen, rejected)
         else:
-            raise Fault("`chosen` and `rejected` are of different kinds: one is a text, one a list of messages")
+            raise Fault("`chosen` and `rejected` differ in kind: one is a text, the other a list of messages")
     prompt = _behind_system(prompt, record, "prompt and answers as messages")
     kept = {"prompt": _stored(prompt), "chosen": _stored(chosen), "rejected": _stored(rejected)}
     margin = _answer("margin", _read_margin, record)
@@ -172,11 +174,12 @@ def _read_margin(value: object) -> float:
             return float(value)
     except (ValueError, OverflowError):
         pass
-    raise Fault(f"is {describe(value)}: expected a number, by how much the one answer is better")
+    raise Fault(f"is {describe(value)}: expected a number, the margin between the answers")
 
 
 def _split_texts(prompt: Any, chosen: str, rejected: str) -> tuple[Any, Any, Any]:
-    """Texts without a prompt share it: up to the last turn of the assistant, or the last whole word, that both have."""
+    """Without a prompt, texts are split at the end of their common beginning: the last `Assistant:` in it, else its
+    last whole word."""
     if prompt is not None:
         return prompt, *(_alike(prompt, answer)[1] for answer in (chosen, rejected))
     pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -187,33 +190,34 @@ def _split_texts(prompt: Any, chosen: str, rejected: str) -> tuple[Any, Any, Any
 
 
 def _split_chats(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[Any, Any, Any]:
-    """Conversations share their first messages. A prompt next to them is those messages, or stands before them."""
+    """Conversations are split after the first messages that they share. A separate prompt is those messages, or
+    precedes them."""
     length = shared_messages(chosen, rejected)
     shared = chosen[:length]
     if isinstance(prompt, str):
-        said = any(message["role"] == "user" and message["content"].strip() == prompt.strip() for message in shared)
-        prompt = [] if said or not prompt else [{"role": "user", "content": prompt}]
+        is_asked = any(message["role"] == "user" and message["content"].strip() == prompt.strip() for message in shared)
+        prompt = [] if is_asked or not prompt else [{"role": "user", "content": prompt}]
     elif prompt and chosen[: len(prompt)] == prompt:
         prompt = []
     return [*(prompt or []), *shared], chosen[length:], rejected[length:]
 
 
 def unpaired_row(record: Mapping[str, Any]) -> Values:
-    """Of an answer that is good or bad."""
+    """Stored row of an answer that is good or bad."""
     kept = prompt_completion_row(record)
     good = _answer("label", _read_verdict, record)
     return {**kept, "form": str(RowFormat.UNPAIRED), "label": _stored(good)}
 
 
 def _read_verdict(value: object) -> bool:
-    words = {"true": True, "1": True, "false": False, "0": False}
-    if isinstance(value, (bool, int, str)) and str(value).lower() in words:
-        return words[str(value).lower()]
+    verdicts = {"true": True, "1": True, "false": False, "0": False}
+    if isinstance(value, (bool, int, str)) and str(value).lower() in verdicts:
+        return verdicts[str(value).lower()]
     raise Fault(f"expected true or false, not {describe(value)}")
 
 
 def labelled_row(record: Mapping[str, Any]) -> Values:
-    """Of a text, or two, and its class or number."""
+    """Stored row of a text, or two, and its class or number."""
     label = _answer("label", _read_label, record)
     pair = _optional("text_pair", read_text, record)
     text = _optional("text", read_text, record)
@@ -221,7 +225,7 @@ def labelled_row(record: Mapping[str, Any]) -> Values:
 
 
 def _read_label(value: object) -> object:
-    """A class (name or number), a value, or a list of them."""
+    """The label: a class (name or number), a value, or a list of them."""
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, float) and not np.isfinite(part):
             raise Fault(f"expected a finite number, not {part}")
@@ -233,7 +237,7 @@ def _read_label(value: object) -> object:
 
 
 def tokens_row(record: Mapping[str, Any]) -> Values:
-    """Of ids that are no text any more."""
+    """Stored row of token ids."""
     ids = _optional("input_ids", _read_ids, record)
     labels = _optional("labels", _read_ids, record)
     mask = _optional("attention_mask", _read_ids, record)
@@ -266,11 +270,11 @@ def _read_ids(value: object) -> npt.NDArray[np.int64]:
 
 
 def _unmasked(mask: npt.NDArray[np.int64]) -> slice:
-    """The tokens that are attended to: padding at either end is left out."""
+    """The attended tokens, without padding at either end."""
     (attended,) = np.nonzero(mask)
     if not len(attended):
         return slice(0, 0)
     start, end = int(attended[0]), int(attended[-1]) + 1
     if end - start != len(attended):
-        raise Fault("column `attention_mask`: tokens between others are masked, which training would not repeat")
+        raise Fault("column `attention_mask`: tokens between others are masked, which is not supported")
     return slice(start, end)

@@ -1,4 +1,4 @@
-"""The formats that rows come in: a row for each, with its columns, what is kept of them, and how it becomes tokens."""
+"""Table of row formats: for each its columns, the stored columns, and the functions that read and encode a row."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,66 +30,66 @@ from framework.schema.choices import RowFormat, Supervise, Task
 
 @dataclass(frozen=True)
 class Form:
-    """How rows of one form are recognised and read."""
+    """A row format: how its rows are recognized, read and encoded."""
 
     name: RowFormat
     needs: tuple[str, ...]
-    """Columns that a row of this form has, under our names; `data.train.columns` says where a file names them else."""
+    """Required columns, under our names; `data.train.columns` maps them to a file's names."""
     also: tuple[str, ...]
-    """Columns that it may have besides."""
+    """Optional columns."""
     schema: pa.Schema
-    """The columns that are kept. `form` is the name; a value that is missing in all the others makes an empty row."""
+    """The stored columns. `form` is the format's name."""
     read: Callable[[Mapping[str, Any]], Values | str]
-    """The needed and further columns of a record (None where absent) -> what is kept, or what is wrong.
+    """A record's required and optional columns (None where absent) -> the stored row, or a message about a mistake.
 
-    A missing value is not wrong: such rows are counted as empty and dropped."""
+    Missing values are no mistake: such rows are counted as empty and dropped."""
     tasks: tuple[Task, ...]
-    """The tasks that learn from such rows."""
+    """Tasks that train on such rows."""
     supervise: tuple[Supervise, ...]
-    """What `data.supervise` may be, if it is set at all."""
+    """Accepted values of `data.supervise`; unset always is."""
     refusal: str
-    """Why it cannot be something else."""
+    """Why other values are refused: the predicate of a message that begins with the value."""
     filled: tuple[str, ...]
-    """Kept columns without which a row is empty."""
+    """Stored columns without which a row is empty."""
     encode: Callable[[Sequence[StoredRow], Encoding], list[Result]]
-    """Rows that are not empty, as tokens."""
+    """Tokens of rows that are not empty."""
     question: Callable[[StoredRow, PreTrainedTokenizerBase], Chat | str | Sequence[int] | None]
-    """What a row asks a model to go on from, without the answer; None where nothing is asked."""
+    """The prompt for generation, without the answer; None where the row has none."""
     prompt: Callable[[StoredRow, PreTrainedTokenizerBase], Chat | tuple[str, str]] | None = None
-    """The conversation that a row is rendered as, or its prompt and completion, of a pair with the better answer; None
-    for rows in which nothing is asked and nothing answered."""
+    """A row as a conversation, or as prompt and completion (of a pair, with the better answer); None for formats
+    without a prompt."""
     known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Our column -> other names that it is looked for under."""
+    """Our column -> other accepted names."""
     instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Our column -> those that are read only in a row without it."""
+    """Our column -> columns that are used only in rows without it."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (*self.needs, *self.also)
 
     def name_in(self, column: str, columns: Sequence[str], mapping: Mapping[str, str]) -> str:
-        """What a file with these columns calls our `column`, or would."""
+        """The file's name for our `column`."""
         if column in mapping:
             return mapping[column]
         return next((name for name in (column, *self.known_as.get(column, ())) if name in columns), column)
 
     def names(self, mapping: Mapping[str, str]) -> set[str]:
-        """Every name that a file may have one of our columns under."""
+        """All accepted names of the format's columns."""
         known = {name for column in self.columns for name in (column, *self.known_as.get(column, ()))}
         return known | {theirs for ours, theirs in mapping.items() if ours in self.columns}
 
     def missing(self, columns: Sequence[str], mapping: Mapping[str, str]) -> list[str]:
-        """The needed columns that a file with these columns does not have, as it would call them."""
+        """Required columns that are missing from `columns`, under the file's names."""
         names = (self.name_in(column, columns, mapping) for column in self.needs)
         return [name for name in names if name not in columns]
 
     def take(self, record: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
-        """The columns that this form reads, under our names."""
+        """The record's columns that this format uses, under our names."""
         names = _names_in(self.name, tuple(record), tuple(mapping.items()))
         return {column: record.get(name) for column, name in zip(self.columns, names, strict=True)}
 
     def unread(self, record: Mapping[str, Any], mapping: Mapping[str, str]) -> list[str]:
-        """Columns of the record, and fields of its turns, that this form does not read."""
+        """Columns of the record, and fields of its turns, that this format does not use."""
         names = _names_in(self.name, tuple(record), tuple(mapping.items()))
         turns = (record.get(name) for column, name in zip(self.columns, names, strict=True) if column in CONVERSATIONS)
         called = dict(zip(self.columns, names, strict=True))
@@ -104,7 +104,7 @@ class Form:
 
 @lru_cache(maxsize=64)
 def _names_in(form: RowFormat, columns: Sequence[str], mapping: Sequence[tuple[str, str]]) -> list[str]:
-    """What a file with these columns calls each of the form's; the same for nearly all of its records."""
+    """The file's names of the format's columns. Cached, since nearly all records have the same columns."""
     return [FORMS[form].name_in(column, columns, dict(mapping)) for column in FORMS[form].columns]
 
 
@@ -116,7 +116,7 @@ def _schema(*kept: str) -> pa.Schema:
 
 
 WRITING = (Task.SFT, Task.PRETRAIN, Task.DISTILLATION)
-"""Tasks that go on with rows as they are."""
+"""Tasks that train a language model on the text of a row."""
 _TURNS = (Supervise.ASSISTANT, Supervise.LAST, Supervise.ALL)
 _WHOLE = "needs rows that say where the prompt ends, and these are whole conversations"
 
@@ -129,7 +129,7 @@ _ALL = (
         read=faults_as_values(tokens_row),
         tasks=WRITING,
         supervise=(),
-        refusal="would replace the labels of pre-tokenised rows, or the learning of all their tokens",
+        refusal="would override the labels of pre-tokenized rows, or that all their tokens are supervised",
         filled=("input_ids",),
         encode=encode.tokens,
         question=encode.asked_tokens,
@@ -142,7 +142,7 @@ _ALL = (
         read=faults_as_values(preference_row),
         tasks=(Task.PREFERENCE, Task.REWARD),
         supervise=(Supervise.COMPLETION,),
-        refusal="is not what pairs are for, whose answers are compared",
+        refusal="does not fit pairs, whose answers are compared",
         filled=("chosen", "rejected"),
         encode=encode.preferences,
         question=encode.asked_prompt,
@@ -158,7 +158,7 @@ _ALL = (
         read=faults_as_values(unpaired_row),
         tasks=(Task.PREFERENCE,),
         supervise=(Supervise.COMPLETION,),
-        refusal="is not what judged answers are for",
+        refusal="does not fit judged answers",
         filled=("prompt", "completion", "label"),
         encode=encode.unpaired,
         question=encode.asked_prompt,
@@ -228,7 +228,7 @@ _ALL = (
         read=faults_as_values(labelled_row),
         tasks=(Task.CLASSIFICATION, Task.REGRESSION),
         supervise=(),
-        refusal="has no effect on rows that are trained on as a whole",
+        refusal="has no effect on rows that have one label",
         filled=("text", "label"),
         encode=encode.labelled,
         question=encode.asked_prompt,
@@ -242,7 +242,7 @@ _ALL = (
         read=faults_as_values(text_row),
         tasks=WRITING,
         supervise=(Supervise.ALL,),
-        refusal="needs conversations, and there are texts",
+        refusal="needs conversations, and these rows are texts",
         filled=("text",),
         encode=encode.texts,
         question=encode.asked_text,
@@ -250,7 +250,7 @@ _ALL = (
 )
 
 FORMS: Mapping[RowFormat, Form] = {form.name: form for form in _ALL}
-"""Every form, in the order in which it is looked for."""
+"""All row formats, in order of detection."""
 
 
 CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
@@ -258,16 +258,16 @@ CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen", 
 
 _TURN = frozenset({"from", "value", *SWITCHES})
 _MESSAGE = frozenset({"role", "content", "tool_calls", "function_call", *TEXT_FIELDS, *SWITCHES})
-"""Fields that are read of a turn `{from, value}` and of a message; `function_call` is refused."""
+"""Fields that are used of a turn `{from, value}` and of a message; `function_call` is refused."""
 
 
 def unread_columns(record: Mapping[str, Any], read: frozenset[str]) -> list[str]:
-    """The columns that are not among those that are `read`, as they are called."""
+    """The record's columns that are not in `read`, quoted for a message."""
     return [] if record.keys() <= read else [f"`{name}`" for name in record if name not in read]
 
 
 def unread_fields(values: Iterable[Any]) -> Iterator[str]:
-    """The fields of turns in the values of such columns that are not read; those that are null say nothing."""
+    """Unused fields of the turns in these values; null fields do not count."""
     for value in values:
         for turn in value if isinstance(value, list) else [value]:
             if isinstance(turn, dict) and not turn.keys() <= _MESSAGE and not turn.keys() <= _TURN:

@@ -1,4 +1,4 @@
-"""Which tokens of a row are trained on. Everything is decided by position; no token id ever decides it."""
+"""Label masking: which tokens of a row are supervised, decided by position and never by token id."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -17,40 +17,40 @@ from framework.build.text.tokenizer import own_end, own_start, without_end
 from framework.schema.choices import Supervise
 
 IGNORED = -100
-"""Label of a token that is not supervised, in hand-made labels too: `ignore_index` of torch's cross entropy."""
+"""Label of an unsupervised token, also in hand-made labels: `ignore_index` of torch's cross entropy."""
 
 STAND_IN = "\ue000answer\ue000"
-"""Takes an answer's place to find where the template puts it. Private-use characters do not occur in real text."""
+"""Placeholder for an answer, to find where the template puts it. Private-use characters do not occur in real text."""
 
 HEADER_END = 8
-"""Characters by which the end of a prompt is recognised in a rendered chat: as many as a short token for turns has."""
+"""Characters by which the end of a prompt is recognized in a rendered chat: the length of a short turn token."""
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """One row as tokens. `labels[i]` is `input_ids[i]` where it is trained on, else `IGNORED`; both int32, same length.
-    Labels that came with the row are what they are.
+    """One row as tokens. `labels[i]` is `input_ids[i]` if supervised, else `IGNORED`; both int32, same length. A row's
+    own labels are kept as they are.
 
-    The first label is always `IGNORED`: nothing stands before that token to predict it from. So the number of labels
-    that are not `IGNORED` is exactly the number of terms of the loss, where the loss is over tokens.
+    The first label is always `IGNORED`: that token has no context to predict it from. So for a loss over tokens, the
+    number of other labels is the number of terms of the loss.
     """
 
     input_ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
     target: npt.NDArray[np.float32] | None = None
-    """What the row as a whole is to be told to be: its class, its value, or one number for each class."""
+    """Target of the row as a whole: its class, its value, or one number for each class."""
     rejected: "Encoded | None" = None
     """The worse answer to the same prompt; this row has the better one."""
     parts: tuple[Span, ...] = ()
-    """Where the text stands, or both of a pair, in a row that is trained on as a whole; none in any other row. What the
-    tokenizer put around them stays when the row is cut."""
+    """Positions of the text, or of both texts of a pair, in a row with one label; empty for other rows. Tokens around
+    them survive truncation."""
     remarks: frozenset[Remark] = frozenset()
-    """What may be a mistake in it."""
+    """Possible mistakes in the row."""
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A rendered conversation and the parts of it that are trained on."""
+    """A rendered conversation and its supervised spans."""
 
     text: str
     spans: Sequence[Span]
@@ -58,12 +58,12 @@ class Marked:
 
 
 class UnsuitedChat(ValueError):
-    """A conversation that the template cannot render, or whose answers cannot be found in what it renders."""
+    """A conversation that the template cannot render, or whose answers cannot be found in the rendered text."""
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
-    """Whole texts, every token learnt, with the tokenizer's own start token if it adds one and its end token; one of
-    each where the text has them written out."""
+    """Encode whole texts, all tokens supervised, with the tokenizer's start token (if it adds one) and end token;
+    neither is doubled if the text already contains it."""
     start, last = own_start(tokenizer), tokenizer.eos_token or ""
     bare = [without_end(text.removeprefix(start), last) for text in texts]
     batch = tokenizer(bare, return_attention_mask=False, return_token_type_ids=False, verbose=False)
@@ -77,18 +77,18 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 
 
 def encode_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], learnt: Supervise = Supervise.ASSISTANT
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], supervise: Supervise = Supervise.ASSISTANT
 ) -> list[Encoded | UnsuitedChat]:
-    """Conversations. Learnt: what the assistant writes, through the token that ends its turn, in every turn
-    (`assistant`), in the last one, or in those after the prompt (`completion`); or `all` of the text.
+    """Encode conversations. Supervised are the assistant's turns including their end token: every turn (`assistant`),
+    the last one, those after the prompt (`completion`); or `all` of the text.
 
-    Where the template has `{% generation %}` blocks they decide. Else the answers are found by rendering (see
-    `answer_spans`). A token is trained on when it shares a character with an answer. A conversation that cannot be
-    encoded has the reason in its place.
+    A template's `{% generation %}` blocks decide if it has them. Otherwise the answers are found by rendering (see
+    `answer_spans`). A token is supervised if it shares a character with an answer. A conversation that cannot be
+    encoded is replaced by the reason.
     """
     template = Template(tokenizer)
     with watched(RENDER_SECONDS):
-        marked = [_mark(template, chat, learnt) for chat in chats]
+        marked = [_mark(template, chat, supervise) for chat in chats]
     texts = [mark.text for mark in marked if isinstance(mark, Marked)]
     if not texts:
         return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
@@ -102,10 +102,10 @@ def encode_chats(
 def encode_completions(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[str, str]], everything: bool = False
 ) -> list[Encoded]:
-    """Texts as prompt and completion, end to end; learnt is the completion with the end token, or `everything`.
+    """Encode texts as prompt and completion, concatenated; supervised is the completion with the end token, or
+    `everything`.
 
-    The tokenizer adds its own start token, and one that is written out is no second one; nor is an end token. A token
-    that has characters of both is trained on.
+    Start and end tokens that the text already contains are not doubled. A token with characters of both is supervised.
     """
     if not rows:
         return []
@@ -124,8 +124,8 @@ def encode_completions(
             ids, offsets = [*ids, end], [*offsets, (0, 0)]
         characters = np.array(offsets, dtype=np.int64).reshape(-1, 2)
         first, behind = 0 if everything else len(prompt), len(prompt) + len(completion)
-        learnt = (characters[:, 1] > first) & (characters[:, 0] < behind)
-        row = _encoded(np.array(ids, dtype=np.int32), learnt)
+        supervised = (characters[:, 1] > first) & (characters[:, 0] < behind)
+        row = _encoded(np.array(ids, dtype=np.int32), supervised)
         if is_ended:
             row.labels[-1:] = end
         found.append(row if completion.strip() else replace(row, remarks=frozenset({Remark.EMPTY_ANSWER})))
@@ -133,7 +133,7 @@ def encode_completions(
 
 
 def encode_labelled(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str | None]]) -> list[Encoded]:
-    """Texts, or pairs of them, with the tokenizer's own special tokens; no token is trained on."""
+    """Encode texts, or pairs of them, with the tokenizer's own special tokens; no token is supervised."""
     found, start, end = [], own_start(tokenizer), own_end(tokenizer)
     for written in texts:
         text, pair = (each and (without_end(each.removeprefix(start), end) or each) for each in written)
@@ -147,22 +147,22 @@ def encode_labelled(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[st
 
 
 def encode_tokens(ids: Sequence[int], labels: Sequence[int] | None) -> Encoded:
-    """Tokens as they are, with the labels that came with them, or all learnt."""
+    """Encode token ids unchanged, with their own labels, or all supervised."""
     tokens = np.array(ids, dtype=np.int32)
     if labels is None:
         return _encoded(tokens, np.ones(len(tokens), dtype=np.bool_))
     own = np.array(labels, dtype=np.int32)
-    own[:1] = IGNORED  # nothing stands before the first token, so no loss can be taken over it
+    own[:1] = IGNORED  # the first token has no context, so it has no loss
     return Encoded(tokens, own)
 
 
 def answer_spans(template: Template, chat: Chat, whole: str, answers: Sequence[int]) -> list[Span]:
-    """Where in `whole`, the rendered chat, the model's part of these assistant turns stands.
+    """Spans in `whole`, the rendered chat, that the model generates in these assistant turns.
 
-    A turn is the difference between the chat rendered up to its prompt and the chat rendered up to its end, when each
-    of them is the beginning of the next. Templates that render a turn differently when it is not the last (they drop
-    its reasoning, or move the system message) fail that test; there the turn is found by putting a stand-in in its
-    place. Raises UnsuitedChat when that fails too.
+    A turn is the difference between the chat rendered up to its prompt and the chat rendered up to its end, provided
+    that each is a prefix of the next. Templates that render a turn differently when it is not the last (they drop its
+    reasoning, or move the system message) fail that test; there the turn is found by a placeholder. Raises UnsuitedChat
+    if that fails too.
     """
     prompts = {index: template.render_or_none(chat.through(index), generation_prompt=True) for index in answers}
     closing = _closing(chat, whole, prompts.get(len(chat.messages) - 1)) if len(answers) > 1 else ""
@@ -170,21 +170,21 @@ def answer_spans(template: Template, chat: Chat, whole: str, answers: Sequence[i
     for index in answers:
         span = _difference_span(template, chat, index, whole, prompts[index], closing)
         start, end = span or _stand_in_span(template, chat, index, whole)
-        # a line break after the token that ends the turn is the template's; generation has stopped before it
+        # a line break after the end token is the template's; generation has stopped before it
         text = whole[start:end].rstrip()
         spans.append((start, start + len(text) if template.specials and text.endswith(template.specials) else end))
     return spans
 
 
-def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | UnsuitedChat:
+def _mark(template: Template, chat: Chat, supervise: Supervise) -> Marked | UnsuitedChat:
     try:
-        is_marked = learnt is not Supervise.ALL and template.marks_generation(chat)
+        is_marked = supervise is not Supervise.ALL and template.marks_generation(chat)
         whole, spans = template.render_marked(chat) if is_marked else (template.render(chat), [])
         lost = _lost(template, chat, whole)
         answers = chat.answers()
-        if learnt is Supervise.LAST:
+        if supervise is Supervise.LAST:
             answers = answers[-1:]
-        if learnt is Supervise.COMPLETION:
+        if supervise is Supervise.COMPLETION:
             answers = [index for index in answers if index >= chat.prompt]
         answers = [index for index in answers if index not in chat.left_out]
         written = (text for index in chat.answers() for text in thoughts(chat.messages[index]))
@@ -195,7 +195,7 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
             Remark.OTHER_TURN: chat.asks_others,
         }
         remarks = frozenset(remark for remark, is_so in seen.items() if is_so)
-        if learnt is Supervise.ALL:
+        if supervise is Supervise.ALL:
             remarks -= {Remark.OTHER_TURN}
             return Marked(whole, list(_around(_left_out_spans(template, chat, whole), len(whole))), remarks)
         if is_marked and answers == chat.answers():
@@ -211,8 +211,8 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
 
 
 def _lost(template: Template, chat: Chat, whole: str) -> bool:
-    """Whether the template leaves out the content of some message. Raises UnsuitedChat where it leaves out an answer or
-    a tool call: its turn would be trained on as an empty one."""
+    """Whether the template drops the content of a message. Raises UnsuitedChat if it drops an answer or a tool call,
+    since the turn would be supervised as an empty one."""
     found = False
     for index, message in enumerate(chat.messages):
         calls, lines = message.get("tool_calls", ()), message["content"].split("\n")
@@ -229,21 +229,21 @@ def _lost(template: Template, chat: Chat, whole: str) -> bool:
 
 
 def _left_out_spans(template: Template, chat: Chat, whole: str) -> list[Span]:
-    """Where the turns stand that the row says are not supervised. Raises UnsuitedChat where one cannot be found."""
+    """Spans of the turns that the row marks as not supervised. Raises UnsuitedChat if one cannot be found."""
     own = [index for index in chat.answers() if index in chat.left_out]
     spans = answer_spans(template, chat, whole, own)
     for index in sorted(chat.left_out.difference(own)):
         before = template.render_or_none(chat.through(index)) or ""
         through = template.render_or_none(chat.through(index + 1))
         if through is None or not through.startswith(before) or not whole.startswith(through):
-            what = "is not supervised, by the row, and cannot be found in what the chat template renders"
+            what = "is marked as not supervised and cannot be found in the text that the chat template renders"
             raise UnsuitedChat(f"message {index + 1} {what}")
         spans.append((len(before), len(through)))
     return spans
 
 
 def _around(spans: Sequence[Span], length: int) -> Iterator[Span]:
-    """What lies between the spans, before the first and behind the last."""
+    """The complement of the spans in a text of this length."""
     at = 0
     for start, end in sorted(spans):
         if start > at:
@@ -254,15 +254,15 @@ def _around(spans: Sequence[Span], length: int) -> Iterator[Span]:
 
 
 _CALLED = ("__call__", "_encode_plus", "_batch_encode_plus")
-"""Methods that a call of a tokenizer goes through, in the versions of transformers from 5.0 on."""
+"""Methods behind a tokenizer's call in transformers from 5.0 on."""
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoding]:
-    """The texts without start and end tokens, which templates write themselves.
+    """Tokenize texts without start and end tokens, which templates write themselves.
 
-    A call makes a dictionary for each text, which takes long where texts are short. So only the first is tokenised by
-    one, which sets what the tokenizer of the tokenizers library is to do, and the others by that tokenizer itself;
-    except where a kind of tokenizer has a call of its own.
+    transformers makes a dictionary for each text, which is slow for short texts. So its call tokenizes only the first,
+    which also sets the options of the underlying fast tokenizer, and that one tokenizes the rest; except for a class
+    that overrides the call.
     """
 
     def called(part: Sequence[str]) -> list[Encoding]:
@@ -277,9 +277,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[En
 
 
 def _label_between(tokens: Encoding, spans: Sequence[Span]) -> Encoded:
-    """The tokens that share a character with a span are trained on. The tokens of a text stand in its order, so the
-    ends of a span are searched for: the characters of all tokens, as Python has them, take longer to make than the
-    tokens.
+    """Supervise the tokens that share a character with a span. Tokens are in text order, so the ends of a span are
+    found by bisection: converting all tokens' offsets to Python objects would take longer than tokenizing.
     """
     input_ids = np.array(tokens.ids, dtype=np.int32)
     labels, numbers = np.full(len(input_ids), IGNORED, dtype=np.int32), range(len(input_ids))
@@ -292,21 +291,22 @@ def _label_between(tokens: Encoding, spans: Sequence[Span]) -> Encoded:
     return Encoded(input_ids, labels)
 
 
-def _encoded(input_ids: npt.NDArray[np.int32], learnt: npt.NDArray[np.bool_]) -> Encoded:
-    labels = np.where(learnt, input_ids, np.int32(IGNORED))
+def _encoded(input_ids: npt.NDArray[np.int32], supervised: npt.NDArray[np.bool_]) -> Encoded:
+    labels = np.where(supervised, input_ids, np.int32(IGNORED))
     labels[:1] = IGNORED
     return Encoded(input_ids, labels)
 
 
 def _closing(chat: Chat, whole: str, prompt: str | None) -> str:
-    """What the template writes behind an answer that ends the chat, `prompt` before it; empty where none is seen."""
+    """The text that the template writes after the final answer, which follows `prompt`; empty if it cannot be
+    determined."""
     if prompt is None or not whole.startswith(prompt):
         return ""
     return next((whole[end:] for _, end in _as_it_stands(chat.messages[-1], whole, len(prompt))), "")
 
 
 def _as_it_stands(message: Message, whole: str, start: int) -> Iterator[Span]:
-    """Where the content of a plain message stands from `start` on, as it is or without space around it."""
+    """Span of a plain message's content at `start`, as it is or stripped."""
     content = message["content"]
     if content and message.keys() <= {"role", "content"}:
         for text in dict.fromkeys((content, content.strip())):
@@ -317,10 +317,10 @@ def _as_it_stands(message: Message, whole: str, start: int) -> Iterator[Span]:
 def _difference_span(
     template: Template, chat: Chat, index: int, whole: str, prompt: str | None, closing: str
 ) -> Span | None:
-    """Templates drop thoughts that were followed by another question, so the turn is also tried without its own.
+    """Span of a turn as the difference of two renderings; None if the prefix test fails.
 
-    Where the answer stands behind its prompt as it is, and what follows begins with `closing`, the chat need not be
-    rendered up to its end to know where that is.
+    Templates drop the reasoning of earlier turns, so the turn is also tried without it. If the answer directly follows
+    its prompt and is followed by `closing`, its end is known without a rendering.
     """
     message = chat.messages[index]
     if closing and prompt is not None and whole.startswith(prompt):
@@ -352,10 +352,8 @@ def _stand_in_span(template: Template, chat: Chat, index: int, whole: str) -> Sp
 
 
 def _start_of_turn(template: Template, asked: Chat, before: str, start: int) -> int:
-    """Where the turn starts whose answer starts at `start`, behind `before`: where generation would.
-
-    The model also writes what the template puts between the prompt and its answer: an empty thought, a channel, a
-    space.
+    """Start of the turn whose answer starts at `start`, after `before`: where generation would start. The model also
+    generates the text between prompt and answer: an empty reasoning block, a channel, a space.
     """
     prompt = template.render_or_none(asked, generation_prompt=True)
     if prompt is None:
@@ -372,17 +370,17 @@ def _start_of_turn(template: Template, asked: Chat, before: str, start: int) -> 
 
 
 def _may_be(text: str, message: Message, is_all_else_there: bool) -> bool:
-    """Whether this can be what a template makes of a message: a part of its content, or its calls and thoughts too."""
+    """Whether `text` can be the rendering of a message: a part of its content, or with calls and reasoning."""
     is_plain = not message.get("tool_calls") and not any(message.get(name) for name in REASONING)
     return text in message["content"] or (not is_plain and is_all_else_there and message["content"].strip() in text)
 
 
 def _end_of_turn(template: Template, through: Chat, whole: str, end: int) -> int:
-    """Where the turn ends whose answer ends at `end`: after what would also follow it at the end of a chat.
+    """End of the turn whose answer ends at `end`: after the text that would also follow it at the end of a chat. If the
+    last turn of a chat ends in another token (`<|return|>`) than earlier turns (`<|end|>`), the two share their first
+    characters; that is enough, since a token is supervised as a whole if one of its characters is.
 
-    Where the last turn of a chat ends in another token (`<|return|>`) than the turns before it (`<|end|>`), the two
-    share their first characters; that is enough, since a token is trained on whole when one character of it is. What
-    both begin behind a token that ends the turn (`<|endoftext|>`, `<|user|>`) is no part of it.
+    Text after the end token that both share (`<|endoftext|>`, `<|user|>`) is not part of the turn.
     """
     closing = (template.render_or_none(through) or "").rpartition(STAND_IN)[2]
     shared = closing[: _shared_length(closing, whole[end:])]
@@ -391,6 +389,6 @@ def _end_of_turn(template: Template, through: Chat, whole: str, end: int) -> int
 
 
 def _shared_length(first: str, second: str) -> int:
-    """Characters at the beginning that both have."""
+    """Length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((length for length, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

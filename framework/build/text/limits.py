@@ -1,8 +1,8 @@
 """Limits of processor time and memory for foreign code that runs in this process, such as a chat template.
 
-A template is a program that came with a model. What it does step by step is ended by a limit on processor time and
-memory; one call of C (a format a billion characters wide, the product of long numbers) cannot be interrupted, so that
-it is refused before it begins.
+A template is a program that comes with a model. Python code in it is interrupted by a limit on processor time and
+memory; a single C call (a format a billion characters wide, a product of huge numbers) cannot be interrupted, so it is
+refused before it starts.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ T = TypeVar("T")
 
 
 MOST_BYTES = 2**30
-"""That the process may grow by during one call. Templates make texts of a few MB."""
+"""Bytes that the process may grow during one call. Templates make texts of a few MB."""
 TICKS = 10
-"""Looks in the time that a call may take. In a tenth of a second a text that is doubled over and over grows by 1 GB."""
+"""Checks within the time limit of a call. In a tenth of a second a text that is doubled repeatedly grows by 1 GB."""
 
 
 class OutOfTime(BaseException):
-    """The limit that was reached, in words. No Exception, so that nothing takes it for a fault of its own."""
+    """The limit that was reached, as text. Not an Exception, so that no handler in foreign code catches it."""
 
 
 @dataclass
 class _Watch:
-    """Counts the ticks of the timer at which one call is at work, and looks at each what the process has grown by."""
+    """Counter of the timer ticks during one call, with the growth of the process at each."""
 
     seconds: float
     call: int = 0
@@ -61,7 +61,7 @@ class _Watch:
 
 
 def _resident() -> int:
-    """Bytes of this process in memory; 0 where the system does not tell."""
+    """Resident bytes of this process; 0 if the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -73,10 +73,11 @@ _watches: list[_Watch] = []
 
 @contextlib.contextmanager
 def watched(seconds: float) -> Iterator[None]:
-    """Have every `limited` call inside end after so many seconds of processor time, and a tenth more at most; a busy
-    machine does not matter. One timer for many calls, since to set it takes as long as a short call.
+    """Limit every `limited` call in the block to this many seconds of processor time (plus up to a tenth), whatever
+    else the machine does. One timer serves many calls, since setting it takes as long as a short call.
 
-    Only Python's main thread can be interrupted: in others, and where the system has no such timer, there is no limit.
+    Only Python's main thread can be interrupted: in other threads, and on systems without such a timer, there is no
+    limit.
     """
     if _watches or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "ITIMER_VIRTUAL"):
         yield
@@ -93,7 +94,7 @@ def watched(seconds: float) -> Iterator[None]:
 
 
 def limited(call: Callable[[], T]) -> T:
-    """What the call returns. Raises OutOfTime where it takes too long inside of `watched`."""
+    """Result of the call. Raises OutOfTime if it exceeds the limit of `watched`."""
     if not _watches or threading.current_thread() is not threading.main_thread():
         return call()
     watch = _watches[0]
@@ -106,17 +107,17 @@ def limited(call: Callable[[], T]) -> T:
 
 
 MOST_MADE = 10_000_000
-"""Characters or members that one step may make. The longest conversations that are trained on have a tenth of it."""
+"""Characters or members that one step may produce. The longest training conversations have a tenth of it."""
 MOST_BITS = 4096
-"""Of a number that one step may make."""
+"""Bits of a number that one step may produce."""
 MOST_BETWEEN = 1000
-"""Characters of what is put between lines or the members of a list."""
+"""Characters of a separator between lines or members of a list."""
 _WIDE = re.compile(r"\d{6}")
 _TEXTS = (str, bytes, bytearray)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox that transformers renders templates in, whose steps are bounded."""
+    """The sandbox in which transformers renders templates, with bounded steps."""
 
     intercepted_binops = frozenset(("*", "%", "**"))
 
@@ -127,7 +128,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = function
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The result. Raises SecurityError where it would be too large."""
+        """Result of the operator. Raises SecurityError if it would be too large."""
         if operator == "%" and isinstance(left, _TEXTS):
             _check_format(left, right if isinstance(right, tuple) else (right,))
         elif operator == "*":
@@ -140,13 +141,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, *arguments: Any, **options: Any) -> Any:
-        """What the function returns. Raises SecurityError where it would be too large."""
+        """Result of the function. Raises SecurityError if it would be too large."""
         if isinstance(function, BuiltinMethodType) and isinstance(function.__self__, (*_TEXTS, int, float)):
             _check_method(function.__name__, function.__self__, (*arguments, *options.values()))
         return super().call(context, function, *arguments, **options)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandbox's own `str.format`, with widths that are bounded."""
+        """The sandbox's own `str.format`, with bounded widths."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -160,17 +161,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Filters(dict[str, Callable[..., Any]]):
-    """Filters by name, each bounded as it is set: transformers puts one of its own in place of jinja's."""
+    """Filters by name, each bounded when it is set, since transformers replaces one of jinja's."""
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
         super().__setitem__(name, _bounded(name, function))
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments, other than what it is applied to, are bounded."""
+    """The filter with bounds on its arguments other than the value."""
     first = 2 if hasattr(function, "jinja_pass_arg") else 1  # the context or the environment comes before the value
 
-    @wraps(function)  # with the mark of what is passed to it
+    @wraps(function)  # copies jinja's marks on the function
     def bounded(*arguments: Any, **options: Any) -> Any:
         value, rest = arguments[first - 1] if len(arguments) >= first else "", (*arguments[first:], *options.values())
         if name == "format":
@@ -211,7 +212,7 @@ def _check_joined(between: Any, members: Iterable[Any]) -> None:
 
 
 def _check_format(text: str | bytes | bytearray, arguments: tuple[Any, ...]) -> None:
-    """Widths stand in the text, or are arguments."""
+    """Bound the widths, which are in the text or among the arguments."""
     written = text if isinstance(text, str) else text.decode("latin-1")
     if _WIDE.search(written):
         raise SecurityError(f"it asks for a format as wide as {written[:40]!r}")
@@ -227,13 +228,13 @@ def _check_numbers(arguments: Iterable[Any]) -> None:
 
 def _check(count: int, most: int = MOST_MADE, of: str = "characters or members") -> None:
     if count > most:
-        raise SecurityError(f"a step of it would make more than {most:,} {of}")
+        raise SecurityError(f"a single step would produce more than {most:,} {of}")
 
 
 @cache
 def compiled(template: str) -> Any:
-    """transformers' own compiled template, with bounded steps; its globals in one mapping, for each rendering goes
-    through them. transformers finds it in its cache when it renders the same text."""
+    """transformers' compiled template with bounded steps, put into transformers' cache. Its globals are one dict, since
+    each rendering copies them."""
     with patch.object(chat_template_utils, "ImmutableSandboxedEnvironment", BoundedEnvironment):
         made = chat_template_utils._compile_jinja_template(template)
     made.globals = dict(made.globals)

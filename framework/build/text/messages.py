@@ -1,8 +1,7 @@
-"""Conversations as rows have them: what a message may be, what of it is kept, as what text it is stored, and remarks.
+"""Readers of messages and tools in rows, their stored form, and remarks on possible mistakes.
 
-Tool calls, tools and reasoning are free structures, of another shape in each row; so whatever a template may read is
-stored as JSON text, and read back when the row is encoded. A remark is of a row that is trained on as it is, and yet
-may be a mistake.
+Tool calls, tools and reasoning have a different structure in each row, so everything that a template may use is stored
+as JSON text and parsed when the row is encoded. A row with a remark is trained on, but may be a mistake.
 """
 
 import json
@@ -14,7 +13,7 @@ from typing import Any
 from framework.build.hub import nearest
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names that a thought has in a message; a template is given it under the one that it reads."""
+"""Field names of reasoning in a message; a template gets it under the name that it uses."""
 
 _ENDS = ("</think>", "</thinking>", "</thought>", "</reasoning>", "[/THINK]")
 
@@ -23,25 +22,25 @@ _INLINE = re.compile(
     r"|\[THINK\](?P<other>.*?)\[/THINK\]",
     re.DOTALL,
 )
-"""A thought inside an answer: of the tag that most models use the end alone is enough, as templates read it."""
+"""Reasoning inside an answer. For `<think>` the closing tag alone is enough, as for templates."""
 
 
 class Remark(StrEnum):
-    """What a row has, in words that follow `rows with`."""
+    """A possible mistake in a row; the text completes a phrase that begins with `rows with`."""
 
     EMPTY_ANSWER = "an empty answer: only the end of the turn is supervised"
-    LOST_THOUGHT = "thoughts, of earlier turns as a rule, that the chat template leaves out of the row"
+    LOST_THOUGHT = "reasoning, usually of earlier turns, that the chat template leaves out"
     LOST_CONTENT = "messages whose content the chat template does not write"
     OTHER_TURN = "turns marked for training that are not the assistant's: they are not supervised"
 
     @property
     def least_share(self) -> float:
-        """Share of the rows from which on it is a warning."""
+        """Share of the rows above which the remark is a warning."""
         return 0.01 if self is Remark.EMPTY_ANSWER else 0.0
 
 
 def thoughts(message: Mapping[str, Any]) -> Iterator[str]:
-    """The thoughts of a message: in a field of its own, or at the beginning of its content; blank ones are none."""
+    """The message's reasoning, from its own field or the beginning of the content; blank ones are skipped."""
     found = [message[name] for name in REASONING if message.get(name)][:1]
     has_end = any(end in message["content"] for end in _ENDS)
     if has_end and (inline := _INLINE.match(message["content"])):
@@ -50,21 +49,21 @@ def thoughts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_empty(message: Mapping[str, Any]) -> bool:
-    """Whether an answer says nothing: no content, no call, no thought."""
+    """Whether an answer has no content, no call and no reasoning."""
     return not (message["content"].strip() or message.get("tool_calls") or any(message.get(n) for n in REASONING))
 
 
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-"""Texts that a message may have besides role and content. A template decides whether it writes them."""
+"""Optional text fields of a message. A template decides whether it writes them."""
 
 SWITCHES = ("weight", "train", "training", "loss")
-"""Names under which a turn says whether it is supervised: OpenAI's, Axolotl's (two), ms-swift's."""
+"""Fields that mark a turn as supervised or not: OpenAI's, Axolotl's (two), ms-swift's."""
 
 SUPERVISED = "supervised"
-"""Our name for it in what is kept; absent where nothing is said, or what holds for an assistant's turn anyway."""
+"""Our field for it in a stored message; absent if the mark is missing or the default of the role."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles that templates know. Some know others; what is nearly one of these is a slip: its turns would not be learnt."""
+"""Roles that templates know. Some know others; a near miss of these is a typo, whose turns would not be supervised."""
 
 SHAREGPT_ROLES: Mapping[str, str] = {
     "system": "system",
@@ -79,36 +78,36 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Fault(ValueError):
-    """What is wrong with a value, for a person to read."""
+    """A mistake in a value; the text is for the user."""
 
 
 def describe(value: object) -> str:
-    """A wrong value in few words: its type, where how it is written does not tell it, and how it begins."""
+    """A wrong value for a message: its type (if not obvious from its repr) and the beginning of its repr."""
     text, kind = repr(value), type(value)
     shown = text if len(text) <= 40 else f"{text[:37]}..."
     return f"{kind.__name__} {shown}" if kind.__module__ == "builtins" else shown
 
 
 def read_text(value: object) -> str:
-    """The value itself. Raises Fault when it is no text."""
+    """The value itself. Raises Fault if it is not a text."""
     if not isinstance(value, str):
         raise Fault(f"expected text, not {describe(value)}")
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+    except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair, which is not a character
         raise Fault(f"{value[error.start]!a} at character {error.start + 1} is not a character") from None
     return value
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
-    """A list of `{role, content, ..}`, without what no template reads. Raises Fault."""
+    """A list of `{role, content, ..}`, without fields that no template uses. Raises Fault."""
     if not isinstance(value, list):
         raise Fault(f"expected a list of messages, not {describe(value)}")
     return _each(value, _read_message, "message")
 
 
 def read_sharegpt(value: object) -> list[dict[str, Any]]:
-    """A list of `{from, value}` as messages; a list of messages under that name is taken as well. Raises Fault."""
+    """A list of `{from, value}`, or of messages, as messages. Raises Fault."""
     if not isinstance(value, list):
         raise Fault(f"expected a list of turns, not {describe(value)}")
     if any(isinstance(turn, dict) and turn.get("role") is not None for turn in value):
@@ -117,14 +116,14 @@ def read_sharegpt(value: object) -> list[dict[str, Any]]:
 
 
 def read_turns(value: object) -> list[dict[str, Any]]:
-    """A conversation as messages: a list of `{role, content}` or of `{from, value}`, or one of them. Raises Fault."""
+    """A list of `{role, content}` or `{from, value}`, or a single one, as messages. Raises Fault."""
     turns = [value] if isinstance(value, dict) else value
     is_sharegpt = isinstance(turns, list) and any(isinstance(turn, dict) and "from" in turn for turn in turns)
     return read_sharegpt(turns) if is_sharegpt else read_messages(turns)
 
 
 def read_functions(value: object) -> list[dict[str, Any]]:
-    """Descriptions of functions, as OpenAI had them before tools, as tools. Raises Fault."""
+    """OpenAI's older `functions` as tools. Raises Fault."""
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in read_tools(value)]
 
 
@@ -137,7 +136,7 @@ def read_history(value: object) -> list[list[str]]:
 
 
 def with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages behind a system prompt from another column. Raises Fault where they have another one."""
+    """The messages after a system prompt from its own column. Raises Fault if they begin with a different one."""
     if not system:
         return messages
     if not messages or messages[0]["role"] not in ("system", "developer"):
@@ -148,7 +147,7 @@ def with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def read_tools(value: object) -> list[dict[str, Any]]:
-    """Descriptions of tools, a list or its JSON text; without any, an empty list. Raises Fault."""
+    """A list of tools, or its JSON text; empty if there are none. Raises Fault."""
     tools = _parsed(value, "a list of tools") if isinstance(value, str) and value.strip() else value or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Fault(f"expected a list of tools, not {describe(value)}")
@@ -156,7 +155,7 @@ def read_tools(value: object) -> list[dict[str, Any]]:
 
 
 def stored(value: object) -> str:
-    """The value as JSON text. Raises Fault when it has no such text."""
+    """The value as JSON text. Raises Fault if JSON cannot represent it."""
     try:
         text = _JSON.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -165,7 +164,7 @@ def stored(value: object) -> str:
 
 
 def _each(values: Sequence[object], read: Callable[[object], dict[str, Any]], called: str) -> list[dict[str, Any]]:
-    """Every value read, or a Fault that says which one is wrong."""
+    """All values read. Raises Fault with the number of the wrong one."""
     found = []
     for number, value in enumerate(values, 1):
         try:
@@ -179,7 +178,7 @@ def _read_message(message: object) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise Fault(f"expected {{role: .., content: ..}}, not {describe(message)}")
     if message.get("function_call") is not None:
-        raise Fault("`function_call` is read by no template; write tool_calls: [{function: {name: .., arguments: ..}}]")
+        raise Fault("no template uses `function_call`; write tool_calls: [{function: {name: .., arguments: ..}}]")
     kept: dict[str, Any] = {"role": _role(message), "content": ""}
     calls = message.get("tool_calls")
     if calls is not None and calls != []:
@@ -193,29 +192,29 @@ def _read_message(message: object) -> dict[str, Any]:
 
 
 def _switch(turn: Mapping[str, Any], role: str) -> dict[str, bool]:
-    """Whether the turn is supervised, where it says other than its role does."""
-    said = {name: turn[name] for name in SWITCHES if turn.get(name) is not None}
-    for name, value in said.items():
+    """The turn's mark of whether it is supervised, if it differs from the default of its role."""
+    marks = {name: turn[name] for name in SWITCHES if turn.get(name) is not None}
+    for name, value in marks.items():
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise Fault(f"`{name}`: expected 0 or 1, false or true, not {describe(value)}")
-    if len(set(map(bool, said.values()))) > 1:
-        raise Fault(f"{' and '.join(f'`{name}`' for name in said)} say different things")
-    if not all(said.values()):
+    if len(set(map(bool, marks.values()))) > 1:
+        raise Fault(f"{' and '.join(f'`{name}`' for name in marks)} contradict each other")
+    if not all(marks.values()):
         return {SUPERVISED: False}
     # OpenAI's `weight` is for the assistant's turns, and 1 is its default; the others ask for any turn.
-    return {SUPERVISED: True} if role != "assistant" and said.keys() - {"weight"} else {}
+    return {SUPERVISED: True} if role != "assistant" and marks.keys() - {"weight"} else {}
 
 
 def _role(message: Mapping[str, Any]) -> str:
     role = _field(message, "role")
     close = None if role in ROLES else nearest(role.strip().lower(), ROLES)
     if close is not None:
-        raise Fault(f"the role is {role!r}; {close} is meant?")
+        raise Fault(f"the role is {role!r}; did you mean {close}?")
     return role
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """A text, or the texts of a list of parts, end to end as templates write them."""
+    """A text, or the texts of a list of parts, concatenated as templates do."""
     parts = message.get("content")
     if not isinstance(parts, list):
         return _field(message, "content")
@@ -235,7 +234,7 @@ def _field(message: Mapping[str, Any], name: str) -> str:
 
 
 def _read_calls(calls: object) -> list[dict[str, Any]]:
-    """Tool calls, with their arguments as an object: OpenAI's are JSON text, which templates would quote once more."""
+    """Tool calls with their arguments as objects: OpenAI's are JSON text, which templates would quote again."""
     if not isinstance(calls, list):
         raise Fault(f"`tool_calls`: expected a list, not {describe(calls)}")
     found = []
@@ -256,7 +255,7 @@ def _read_turn(turn: object) -> dict[str, Any]:
         raise Fault(f"expected {{from: .., value: ..}}, not {describe(turn)}")
     who, value = _field(turn, "from"), _field(turn, "value")
     if who not in SHAREGPT_ROLES:
-        raise Fault(f"`from`: {who!r} is nobody known; known are {', '.join(SHAREGPT_ROLES)}")
+        raise Fault(f"`from`: {who!r} is not a known role; known are {', '.join(SHAREGPT_ROLES)}")
     role = SHAREGPT_ROLES[who]
     if who != "function_call":
         return {"role": role, "content": value, **_switch(turn, role)}
@@ -273,6 +272,6 @@ def _parsed(text: str, what: str) -> Any:
 
 
 def shared_messages(first: Sequence[object], second: Sequence[object]) -> int:
-    """Messages at the beginning that both conversations have; at least one of each is left over."""
+    """Number of common messages at the beginning; at least one message of each conversation remains."""
     most = min(len(first), len(second)) - 1
     return next((index for index in range(most) if first[index] != second[index]), max(most, 0))

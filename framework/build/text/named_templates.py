@@ -1,4 +1,4 @@
-"""Chat templates by name, as files and as text."""
+"""Chat templates given by name, as a file or as text."""
 
 from pathlib import Path
 
@@ -15,20 +15,20 @@ OTHER_NAMES = {
     **dict.fromkeys(("im_start", "chatml_oai"), "chatml"),
     "vicuna_v1.1": "vicuna",
 }
-"""What other tools call the templates that are here."""
+"""Other tools' names of our templates."""
 THE_MODELS_OWN = ("tokenizer_default", "tokenizer", "default", "auto")
-"""What they call the tokenizer's own."""
+"""Other tools' names for the tokenizer's own template."""
 
 
 def template_names() -> list[str]:
-    """Names that `model.chat_template` may have instead of a text or a file."""
+    """Names that `model.chat_template` accepts in addition to a text or a file."""
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
 def read_template(written: str) -> str:
-    """The Jinja text meant by `model.chat_template`: a name of ours, the text itself, or the path of a file.
+    """The Jinja text for `model.chat_template`: one of our names, the text itself, or the path of a file.
 
-    Raises RequestError when it is none of them.
+    Raises RequestError if it is none of them.
     """
     name = OTHER_NAMES.get(written.lower(), written.lower())
     if name in template_names():
@@ -37,7 +37,7 @@ def read_template(written: str) -> str:
         return written
     path = Path(written).expanduser()
     if written in THE_MODELS_OWN and not path.exists():
-        message = f"{written!r} is no template"
+        message = f"{written!r} is not a template"
         raise RequestError([Problem("model.chat_template", message, expected="unset, which is the tokenizer's own")])
     try:
         return read_regular(path)
@@ -45,7 +45,7 @@ def read_template(written: str) -> str:
         reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
         problem = Problem(
             "model.chat_template",
-            f"{written!r} is no template of ours, has no Jinja in it, and the file {path.absolute()} {reason}",
+            f"{written!r} is not one of our templates, has no Jinja in it, and the file {path.absolute()} {reason}",
             expected=f"a file, a Jinja text, or one of: {', '.join(template_names())}",
             nearest=nearest(written, template_names()) or path_like(written, Path.is_file),
         )

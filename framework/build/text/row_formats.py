@@ -1,4 +1,4 @@
-"""Which format rows are in, told by their columns; and what to write where they are in none."""
+"""Detection of a row format from columns, and proposals for rows that match none."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ KINDS: Mapping[Task, Sequence[RowFormat]] = {
 
 
 class Described(Protocol):
-    """Rows of one form, with a line about them."""
+    """Rows of one format, with a line that describes them."""
 
     @property
     def form(self) -> RowFormat: ...
@@ -25,19 +25,19 @@ class Described(Protocol):
 
 
 def tasks_for(form: RowFormat) -> tuple[Task, ...]:
-    """The tasks that learn from rows of this form."""
+    """Tasks that train on rows of this format."""
     return FORMS[form].tasks
 
 
 def wrong_kind(form: RowFormat, task: Task) -> str | None:
-    """Why the task cannot learn from rows of this form, or None where it can."""
+    """Why the task cannot train on rows of this format, or None where it can."""
     if form in KINDS[task]:
         return None
     return f"rows of `{form}` are for the task {' or '.join(tasks_for(form))}, and the task is {task}"
 
 
 def require_answers(training: TrainingParams, sources: Sequence[Described]) -> None:
-    """Raises RequestError where a preference's loss is for pairs and rows are single answers, or the reverse."""
+    """Check that a preference's rows are pairs or single answers, as its loss needs. Raises RequestError."""
     if training.task is not Task.PREFERENCE:
         return
     wanted = RowFormat.PREFERENCE if training.has_pairs else RowFormat.UNPAIRED
@@ -45,12 +45,12 @@ def require_answers(training: TrainingParams, sources: Sequence[Described]) -> N
     expected = "kto" if training.has_pairs else "dpo, ipo, orpo or simpo"
     for source in sources:
         if source.form is not wanted:
-            message = f"{loss} learns from `{wanted}` rows: {source.description}"
+            message = f"{loss} needs `{wanted}` rows: {source.description}"
             raise RequestError([Problem(key, message, expected=f"{expected}, or rows of `{wanted}`")])
 
 
 def require_learnable(supervise: Supervise | None, sources: Sequence[Described]) -> None:
-    """Raises RequestError where there are rows of a form for which `data.supervise` cannot be what it is."""
+    """Check `data.supervise` against the row formats of the sources. Raises RequestError."""
     for source in sources:
         if supervise is None or supervise in FORMS[source.form].supervise:
             continue
@@ -72,11 +72,11 @@ BETTER = ("chosen", "preferred", "accepted", "better", "positive", "win")
 WORSE = ("rejected", "dispreferred", "declined", "worse", "negative", "lose")
 TEXTS = ("text", "content", "body", "document", "article", "passage", "sentence", "review", "code", "title")
 LABELS = ("label", "labels", "class", "category", "sentiment", "intent", "target", "score", "rating")
-"""Names that public data sets use for the same thing, the likeliest first."""
+"""Column names of public data sets with the same meaning, the likeliest first."""
 
 
 def propose(record: Mapping[str, Any], task: Task) -> str | None:
-    """What to write so that rows like this one are read, or None where nothing suggests itself."""
+    """A proposed setting with which rows like this one are read, or None."""
     proposals = (columns for form, columns in _proposals(record) if form in KINDS[task])
     found = next(proposals, None)
     if found is not None:
@@ -120,15 +120,15 @@ def _has_turns(value: Any, *names: str) -> bool:
 
 
 def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """The column with the likeliest of the names, however it is capitalised."""
+    """The column with the likeliest of the names, ignoring case."""
     plain = {column.lower().strip(): column for column in reversed(columns)}
     return next((plain[name] for name in names if name in plain), None)
 
 
 def detect_form(columns: Sequence[str], mapping: Mapping[str, str], task: Task = Task.SFT) -> Form | None:
-    """The first form whose needed columns are all there; first of all among those that the task learns from.
+    """The first format whose required columns all exist, preferring those that the task supports.
 
-    Where there are tokens, a text next to them is only their source: reading it would throw hand-made labels away.
+    If there are tokens they are used, even next to a text: reading the text would discard hand-made labels.
     """
     found = [form for form in FORMS.values() if not form.missing(columns, mapping)]
     if any(form.name is RowFormat.TOKENS for form in found):
@@ -138,7 +138,7 @@ def detect_form(columns: Sequence[str], mapping: Mapping[str, str], task: Task =
 
 
 def _close(form: Form, columns: Sequence[str], mapping: Mapping[str, str]) -> tuple[int, str] | None:
-    """How many needed columns are there, and which others to take for those that are not, where all have a near one."""
+    """The number of required columns that exist, and a mapping for the others if each resembles an unused column."""
     missing = [column for column in form.needs if form.name_in(column, columns, mapping) not in columns]
     left = [column for column in columns if column not in form.names(mapping)]
     close = {column: nearest(column, left) for column in missing}
@@ -149,16 +149,16 @@ def _close(form: Form, columns: Sequence[str], mapping: Mapping[str, str]) -> tu
 
 
 def choose_form(source: DatasetParams, record: Mapping[str, Any], key: str, task: Task) -> Form:
-    """The form that is set for a source whose first row is `record`, or the one that its columns show.
+    """The format of a source whose first row is `record`: the one that is set, or the one detected.
 
-    Raises RequestError when there is none, when a column is absent that it needs or that was mapped, and when the task
-    does not learn from such rows.
+    Raises RequestError if no format matches, if a required or mapped column is missing, and if the task does not
+    support the format.
     """
     columns = list(record)
     found = ", ".join(columns) or "none"
     form = FORMS[source.format] if source.format else detect_form(columns, source.columns, task)
     absent = [name for name in dict.fromkeys(source.columns.values()) if name not in columns]
-    if absent and (form is None or wrong_kind(form.name, task)):  # with those columns the form may be another
+    if absent and (form is None or wrong_kind(form.name, task)):  # with those columns the format may be another
         raise RequestError([_no_column(name, columns, key) for name in absent])
     if form is None:
         message, expected, close = unknown_form(record, source.columns, task)
@@ -187,10 +187,10 @@ def _no_column(name: str, columns: Sequence[str], key: str) -> Problem:
 def unknown_form(
     record: Mapping[str, Any], mapping: Mapping[str, str], task: Task = Task.SFT
 ) -> tuple[str, str, str | None]:
-    """Why rows like this one cannot be read, what the task reads, and the nearest thing that it can."""
+    """Message, expected formats and nearest proposal for rows in no format that the task supports."""
     columns = list(record)
     forms = [FORMS[name] for name in FORMS if name in KINDS[task]]
-    message = f"the columns are: {', '.join(columns) or 'none'}; no form of rows for the task {task} has them"
+    message = f"the columns are: {', '.join(columns) or 'none'}; no row format of the task {task} matches"
     expected = "; ".join(f"{form.name} ({', '.join(form.needs)})" for form in forms)
     guesses = (guess for form in forms if (guess := _close(form, columns, mapping)))
     close = max(guesses, key=lambda guess: guess[0], default=(0, None))

@@ -1,4 +1,4 @@
-"""Rows as they are kept, of whichever format, as tokens, prompts and questions."""
+"""Stored rows of any format: their tokens, and their prompts for checks and generation."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -14,7 +14,7 @@ from framework.schema.choices import RowFormat
 
 
 def encode_batch(batch: Mapping[str, Sequence[Any]], encoding: Encoding) -> list[Result]:
-    """The rows of a batch in order."""
+    """Encode a batch of stored rows, in order."""
     found: list[Result] = [None] * len(batch["form"])
     for form in set(batch["form"]):
         indices = [index for index, own in enumerate(batch["form"]) if own == form]
@@ -27,36 +27,33 @@ def encode_batch(batch: Mapping[str, Sequence[Any]], encoding: Encoding) -> list
 
 
 def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tuple[str, str] | None:
-    """The conversation that the row is rendered as, or its prompt and completion; of a pair, with the better answer.
+    """The row as a conversation, or as prompt and completion; of a pair, with the better answer.
 
-    None where the row has no prompt, or nothing in it.
+    None if the row has no prompt or is empty.
     """
     prompt = FORMS[RowFormat(row["form"])].prompt
     return None if prompt is None or _is_empty(row) else prompt(row, tokenizer)
 
 
 def row_question(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | Sequence[int] | None:
-    """What the row asks a model to go on from: a chat up to the answer, a text, or tokens; None where nothing is asked.
-
-    The answer next to it, where there is one, is left out.
-    """
+    """The row's prompt for generation, without an answer: a chat, a text or tokens; None if it has none."""
     return FORMS[RowFormat(row["form"])].question(row, tokenizer)
 
 
 _BLANK = ("[]", '""')
-"""Texts in place of supervised values that are there and hold nothing."""
+"""JSON texts of empty supervised values."""
 
 
 def _is_empty(row: StoredRow) -> bool:
     needed = FORMS[RowFormat(row["form"])].filled
     if any(row.get(column) is None for column in needed):
         return True
-    learnt = [row[column] for column in needed if column not in ("prompt", "label")]
-    return any(not len(value) or (isinstance(value, str) and value in _BLANK) for value in learnt)
+    supervised = [row[column] for column in needed if column not in ("prompt", "label")]
+    return any(not len(value) or (isinstance(value, str) and value in _BLANK) for value in supervised)
 
 
 class Rows(Protocol):
-    """Rows as a form keeps them."""
+    """Stored rows of one format."""
 
     @property
     def form(self) -> RowFormat: ...
@@ -65,14 +62,14 @@ class Rows(Protocol):
 
 
 def check_prompts(sources: Sequence[Rows], tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Warnings about the first rows of each source that have a prompt.
+    """Warnings about the first rows with a prompt of each source.
 
-    Raises RequestError when they are chats and there is no template, or one that does not render them; and when the
-    tokenizer does not say which characters a token has, by which answers are found.
+    Raises RequestError if they are chats and there is no template, or one that does not render them, and if the
+    tokenizer gives no character offsets, which are needed to find answers.
     """
     needy = [source.form for source in sources if source.form not in (RowFormat.TEXT, RowFormat.TOKENS)]
     if needy and not tokenizer.is_fast:
-        message = f"{type(tokenizer).__name__} does not say which characters a token has, which `{needy[0]}` rows need"
+        message = f"{type(tokenizer).__name__} gives no character offsets of tokens, which `{needy[0]}` rows need"
         raise RequestError([Problem("model.tokenizer_name", message, expected="a tokenizer with a tokenizer.json")])
     of_chats, of_texts = dict[str, str](), dict[str, None]()
     for source in sources:
@@ -89,7 +86,7 @@ def check_prompts(sources: Sequence[Rows], tokenizer: PreTrainedTokenizerBase) -
 
 
 def _joined(tokenizer: PreTrainedTokenizerBase, texts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Where the end of a prompt and the beginning of its completion are one token, which generation cannot write."""
+    """Warnings about a token that spans the end of a prompt and the beginning of its completion."""
     for prompt, completion in texts:
         batch = tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
         for start, end in batch["offset_mapping"]:
@@ -97,5 +94,5 @@ def _joined(tokenizer: PreTrainedTokenizerBase, texts: Iterable[tuple[str, str]]
                 token = (prompt + completion)[start:end]
                 yield (
                     f"the end of a prompt and the beginning of its completion are one token, {token!r}; generation, "
-                    "which is given the prompt alone, cannot write it: let completions begin with the space"
+                    "which starts from the prompt alone, cannot produce it: let completions begin with the space"
                 )

@@ -1,4 +1,4 @@
-"""The tokenizer: loaded, or built on the training text; with the chat template that the recipe asks for."""
+"""The tokenizer: loaded or trained on the training text, with the recipe's chat template and added tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from framework.schema.plural import counted
 
 
 def own_start(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that the tokenizer puts before a text, as it is written; empty where there is none."""
+    """Text of the token that the tokenizer puts before a text; empty if there is none."""
     return _written(tokenizer, 0, tokenizer.bos_token, tokenizer.cls_token)
 
 
 def own_end(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that the tokenizer puts behind a text, as it is written; empty where there is none."""
+    """Text of the token that the tokenizer puts after a text; empty if there is none."""
     return _written(tokenizer, -1, tokenizer.eos_token, tokenizer.sep_token)
 
 
 def without_end(text: str, token: str) -> str:
-    """The text without this token at its end, nor the line breaks and spaces behind it: generation stops before."""
+    """The text without this token at its end, or whitespace after it, since generation stops before it."""
     bare = text.rstrip() if token else text
     return bare.removesuffix(token) if token and bare.endswith(token) else text
 
@@ -45,8 +45,8 @@ KEY = "model.added_tokens"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How many tokens a tokenizer has, with those that are added, and of each added one its id and the ids of the
-    tokens that spelled it before."""
+    """Size of a tokenizer with its added tokens, and for each added token its id and the ids that it was split into
+    before."""
 
     tokens: int
     added: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -58,14 +58,14 @@ class Vocabulary:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, written: Sequence[str]) -> Vocabulary:
-    """Give the tokenizer each token that it does not have. They are no special tokens: decoding keeps them.
+    """Add the tokens that the tokenizer does not have. They are not special tokens: decoding keeps them.
 
     Raises RequestError for a text that is empty or written twice.
     """
     problems = list[Problem]()
     for index, token in enumerate(written):
         if not token.strip():
-            problems.append(Problem(f"{KEY}[{index}]", f"{token!r} is no token", expected="a text"))
+            problems.append(Problem(f"{KEY}[{index}]", f"{token!r} is not a token", expected="a text"))
         elif token in written[:index]:
             problems.append(Problem(f"{KEY}[{index}]", f"{token!r} is written twice", expected="each token once"))
     if problems:
@@ -79,33 +79,33 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, written: Sequence[str]) -> Vo
 
 
 END_TOKEN = "<|endoftext|>"
-"""Ends a document and stands before the first one, as in GPT-2; so the token that starts a text is trained too."""
+"""Separates documents and precedes the first, as in GPT-2, so the first token of a text is supervised too."""
 
 END_TOKEN_ID = 0
-"""Special tokens come first in a vocabulary that is built here."""
+"""Special tokens come first in a vocabulary trained here."""
 
 PAD_TOKEN = "<|pad|>"
 
 BPE_CHARACTERS = 8_000_000
-"""Text that the BPE trainer reads at most. Merges of a small vocabulary settle long before this; 2.6 s on 2 cores of
-an EPYC (tokenizers 0.23, 2026-07), and time grows in proportion."""
+"""Maximum text for the BPE trainer. Merges of a small vocabulary converge long before this; 2.6 s on 2 cores of an EPYC
+(tokenizers 0.23, 2026-07), and time is proportional."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
-"""Any one of these makes a folder one that a tokenizer may be loaded from."""
+"""Files of which a folder needs at least one to hold a tokenizer."""
 
 
 def build_tokenizer(config: TrainingConfig, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with `model.chat_template` set on it so that it is saved with the model.
+    """The tokenizer of a run, with `model.chat_template` set so that it is saved with the model.
 
-    `texts` is read only where `model.tokenizer` asks for a tokenizer built on them. A missing pad token stays missing
-    (see `padding_id`). Raises RequestError when it can be neither built nor loaded.
+    `texts` is read only if `model.tokenizer` asks to train a tokenizer. A missing pad token stays missing (see
+    `padding_id`). Raises RequestError if it can be neither trained nor loaded.
     """
     model = config.model
     if model.tokenizer is None:
         tokenizer = load_tokenizer(model)
         add_tokens(tokenizer, model.added_tokens)
     elif model.tokenizer_name is not None:
-        message = "is set, and model.tokenizer asks to build one; only one of them can be had"
+        message = "is set, and model.tokenizer asks to build one; set only one of them"
         raise RequestError([Problem("model.tokenizer_name", message)])
     else:
         tokenizer = train_tokenizer(texts, model.tokenizer.vocab_size)
@@ -115,7 +115,7 @@ def build_tokenizer(config: TrainingConfig, texts: Iterable[str]) -> PreTrainedT
 
 
 def vocabulary_of(model: ModelParams) -> Vocabulary:
-    """What the tokenizer of a config comes to with its added tokens. Raises RequestError as `build_tokenizer` does."""
+    """Vocabulary of a config's tokenizer with its added tokens. Raises RequestError as `build_tokenizer` does."""
     read = ("model_name", "tokenizer_name", "added_tokens", "trust_remote_code", "model_revision")
     return _vocabulary(ModelParams(**{name: getattr(model, name) for name in read}))
 
@@ -126,7 +126,7 @@ def _vocabulary(model: ModelParams) -> Vocabulary:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE (GPT-2's scheme: every text encodes, and decodes to itself) of at most `vocab_size` tokens.
+    """Train a byte-level BPE (as GPT-2's: every text round-trips) of at most `vocab_size` tokens.
 
     The same texts give the same tokenizer. Reads at most `BPE_CHARACTERS` characters. Raises RequestError when there
     is no text.
@@ -162,7 +162,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id that fills short rows: the pad token, else the end token, else 0.
 
-    Any id serves, because labels and attention mask are made from positions and never by looking for this id.
+    Any id works, because labels and attention mask are made from positions and never from ids.
     """
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(token_id, int):
@@ -171,7 +171,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:
-    """The tokenizer as it was saved. Raises RequestError where there is none, or it is damaged."""
+    """Load the tokenizer. Raises RequestError if there is none or it is damaged."""
     key = "model.tokenizer_name" if model.tokenizer_name is not None else "model.model_name"
     name = model.tokenizer_name or model.model_name
     if name is None:
@@ -191,13 +191,13 @@ def load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:
         )
     except (
         Exception
-    ) as error:  # transformers, tokenizers and the hub client raise many kinds here, some plain Exception
+    ) as error:  # transformers, tokenizers and the hub client raise many types here, some plain Exception
         raise RequestError([_not_found(name, key, error)]) from error
     return _as_saved(tokenizer, name, key)
 
 
 def read_tokenizer_of(folder: Path, key: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder. Raises RequestError, under `key`, naming the file that is missing or damaged."""
+    """Load the tokenizer in a folder. Raises RequestError, under `key`, naming the missing or damaged file."""
     require_readable(folder, key)
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
@@ -207,7 +207,7 @@ def read_tokenizer_of(folder: Path, key: str, trust_remote_code: bool = False) -
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # of many kinds, some plain Exception
+    except Exception as error:  # many types, some plain Exception
         if (folder / TOKENIZER_FILES[0]).exists():
             read_object(folder / TOKENIZER_FILES[0], key)
         message = f"the tokenizer in {folder.absolute()} does not load: {one_line(error)}"
@@ -216,12 +216,12 @@ def read_tokenizer_of(folder: Path, key: str, trust_remote_code: bool = False) -
 
 
 def _as_saved(tokenizer: PreTrainedTokenizerBase, name: str, key: str) -> PreTrainedTokenizerBase:
-    """The tokenizer without what transformers notes of how it was loaded, which it would write when it is saved."""
+    """The tokenizer without transformers' notes on how it was loaded, which would be saved with it."""
     # A folder with no vocabulary still loads for some model types, as a tokenizer that knows only its special tokens.
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         message = f"the tokenizer of {name!r} has no vocabulary, only {counted(len(tokenizer), 'special token')}"
         raise RequestError([Problem(key, message)])
-    if not isinstance(tokenizer.model_max_length, int | float):  # which every call compares with
+    if not isinstance(tokenizer.model_max_length, int | float):  # every call compares with it
         message = f"the tokenizer of {name!r} has model_max_length {tokenizer.model_max_length!r}"
         raise RequestError([Problem(key, message, expected="a number in its tokenizer_config.json")])
     for note in ("is_local", "local_files_only"):
@@ -245,11 +245,11 @@ def _not_found(name: str, key: str, error: Exception) -> Problem:
 
 
 ROWS_LOOKED_AT = 64
-"""Rows that show how answers end: a template ends all of them alike, and some are cut."""
+"""Rows from which the end token of answers is read: a template ends all of them alike, and some are truncated."""
 
 
 def supervised_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of the special tokens that are the last to be learnt in the first rows."""
+    """Ids of the special tokens that are the last supervised token in one of the first rows."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     labels = (rows[index]["labels"] for index in range(min(len(rows), ROWS_LOOKED_AT)))
     last = {next((label for label in reversed(row) if label >= 0), None) for row in labels}
@@ -257,7 +257,7 @@ def supervised_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def stop_at(model: PreTrainedModel, ends: Sequence[int]) -> None:
-    """Have generation stop at these tokens besides those that the model knows; what is exported says so."""
+    """Add these tokens to the stop tokens of the model's generation config, which is exported."""
     if not (ends and model.can_generate()):
         return
     known = model.generation_config.eos_token_id

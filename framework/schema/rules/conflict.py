@@ -1,11 +1,11 @@
-"""What a rule finds."""
+"""Result of a rule."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Keys that do not go together, the one to change first, and why."""
+    """Contradicting keys, the one to change first, with the reason."""
 
     keys: tuple[str, ...]
     message: str

@@ -1,4 +1,4 @@
-"""Sources and mixtures, rows that are put together, batches, and the steps that they make."""
+"""Rules about sources, mixtures, packing, batches and steps."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from framework.schema.rules.conflict import Conflict
 
 
 def data_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Weights and the rule of the mixture, which need each other; what cannot be had of a stream."""
+    """Mixtures, whose weights and rule need each other, and settings that conflict with streaming."""
     yield from _mixing(config)
     if config.data.streaming:
         yield from _streaming(config)
@@ -27,7 +27,7 @@ def _streaming(config: TrainingConfig) -> Iterator[Conflict]:
         message = "the lengths of streamed rows are not known before they are read"
         yield Conflict((key, "data.group_by_length"), message, "data.packing or data.padding_free")
     if config.training.asks_reference_once:
-        message = "rows that are read as they are needed cannot be asked about before the first step"
+        message = "the reference cannot be computed before the first step for streamed rows"
         yield Conflict((key, "training.preference.precompute_reference"), message, "false")
     if data.workers > 1:
         message = "a stream is read in order, by one process"
@@ -47,7 +47,7 @@ def _mixing(config: TrainingConfig) -> Iterator[Conflict]:
     if data.mixing is Mixing.CONCATENATE:
         if weighted:
             keys = (f"data.train[{weighted[0]}].weight", "data.mixing")
-            yield Conflict(keys, "nothing says when a mixture by weight ends", f"data.mixing: {rules}")
+            yield Conflict(keys, "weights need a rule for the end of an epoch", f"data.mixing: {rules}")
         return
     if len(data.train) == 1:
         yield Conflict(("data.mixing", "data.train"), "there is one source, so nothing to mix", "concatenate")
@@ -58,8 +58,8 @@ def _mixing(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def rows_of_global_batch(config: TrainingConfig, accumulation: int | None, most: int) -> int | None:
-    """Rows of a forward pass that a device's share of the written global batch is made of: what `accumulation` leaves,
-    without one the most that divide the share, up to `most`. None where nothing is written or the shares are unequal.
+    """Rows per forward pass for a written global batch: as `accumulation` determines them, else the largest divisor of
+    a device's share up to `most`. None if no global batch is written or the shares are unequal.
     """
     world = max(1, config.gpu.count // config.sharing)
     share, rest = divmod(config.training.global_batch_size or 0, world * (accumulation or 1))
@@ -69,33 +69,33 @@ def rows_of_global_batch(config: TrainingConfig, accumulation: int | None, most:
 
 
 def padding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Rows that are padded and put end to end."""
+    """Padding together with padding-free batches."""
     if config.data.padding_free and config.data.pad_to_multiple_of is not None:
-        message = "rows that are put end to end are not padded"
+        message = "concatenated rows are not padded"
         yield Conflict(("data.pad_to_multiple_of", "data.padding_free"), message, "one of the two")
 
 
 def row_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Rows that are put together."""
+    """Packing and padding-free batches."""
     data, kernel = config.data, config.model.attn_implementation
     if data.packing and data.padding_free:
-        message = "packs are full rows already: end to end they would only need a larger mask"
+        message = "packs are already full: concatenating them would only need a larger mask"
         yield Conflict(("data.padding_free", "data.packing"), message, "one of the two")
     if data.padding_free and kernel in (None, Attention.EAGER, Attention.SDPA):
-        message = f"{kernel or 'sdpa'} needs a mask of all tokens of a micro batch x all its tokens for it"
+        message = f"{kernel or 'sdpa'} needs a mask of all tokens x all tokens of a micro batch for it"
         keys = ("data.padding_free", "model.attn_implementation")
         yield Conflict(keys, message, "flash_attention_2 or flex_attention", is_warning=True)
 
 
 def batch_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Rows of a step that are not equal shares."""
+    """Batch sizes that do not divide."""
     training = config.training
     micro = training.per_device_train_batch_size
     if "auto" in (micro, training.gradient_accumulation_steps):
         if micro == "auto" and training.global_batch_size is None:
             both = ("training.per_device_train_batch_size", "training.global_batch_size")
-            message = "a search keeps the global batch, which nothing says while this is `auto`"
-            yield Conflict(both, message, "training.global_batch_size next to it")
+            message = "a search keeps the global batch, which must be written if this is `auto`"
+            yield Conflict(both, message, "training.global_batch_size in addition")
         return
     try:
         _ = config.batch
@@ -108,7 +108,7 @@ def batch_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def step_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Warm-up, rates and evaluations against the steps and rows that there are."""
+    """Warm-up, minimum rate and evaluations that do not fit steps, peak rate and data."""
     training, data = config.training, config.data
     if training.max_steps is not None and (training.warmup_steps or 0) > training.max_steps:
         warm_up = counted(training.warmup_steps or 0, "warm-up step does", "warm-up steps do")
@@ -119,4 +119,4 @@ def step_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(keys, "is above the peak rate", f"at most {training.learning_rate:g}")
     if training.eval_steps is not None and not data.eval and not data.eval_fraction:
         three = ("training.eval_steps", "data.eval", "data.eval_fraction")
-        yield Conflict(three, "evaluation is asked for, but there is no data for it", "data.eval or data.eval_fraction")
+        yield Conflict(three, "evaluation is requested, but there is no data for it", "data.eval or data.eval_fraction")

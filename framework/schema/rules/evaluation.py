@@ -1,4 +1,4 @@
-"""Evaluations: the best of them, samples written at each; what is saved, and what survives."""
+"""Rules about evaluations, samples, saves and retries after out of memory."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -11,7 +11,7 @@ from framework.schema.rules.conflict import Conflict
 
 
 def best_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """The best of several evaluations needs evaluations."""
+    """Settings of the best checkpoint without evaluations or with an unknown metric."""
     training = config.training
     asked = [
         f"training.{name}"
@@ -33,22 +33,22 @@ def best_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def eval_set_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Names of sets: of all sources to evaluate on or of none, those of a set next to each other."""
+    """Named evaluation sets: all sources or none have a name, and sources of a set are adjacent."""
     data = config.data
     for index, source in enumerate(data.train):
         if source.eval_set is not None:
-            yield Conflict((f"data.train[{index}].eval_set",), "names a set to evaluate on", "data.eval, or no name")
+            yield Conflict((f"data.train[{index}].eval_set",), "names an evaluation set", "data.eval, or no name")
     names = [source.eval_set for source in data.eval]
     changes = [name for index, name in enumerate(names) if index == 0 or name != names[index - 1]]
     if any(names) and not all(names):
         key = f"data.eval[{names.index(None)}].eval_set"
-        yield Conflict((key,), "other sources are of named sets, and this one is of none", "a name for each")
+        yield Conflict((key,), "other sources have a named set, and this one has none", "a name for each")
     elif len(changes) > len({*changes}):
-        yield Conflict(("data.eval",), "sources of a set stand apart", "`eval: {NAME: [its sources], ...}`")
+        yield Conflict(("data.eval",), "sources of a set are not adjacent", "`eval: {NAME: [its sources], ...}`")
 
 
 def sample_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Samples are written at evaluations, by one device that has the whole model."""
+    """Samples without evaluations, or without a device that holds the whole model."""
     training, data, key = config.training, config.data, "training.sample_prompts"
     if not training.sample_prompts:
         return
@@ -56,7 +56,7 @@ def sample_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         message = "is for evaluations, and there is no data for them"
         yield Conflict((key, "data.eval", "data.eval_fraction"), message, "data.eval or data.eval_fraction")
     if config.gpu.count > 1 and not (config.is_replicated and config.sharing == 1):
-        message = "a completion would gather every split weight for each of its tokens"
+        message = "a completion would gather all split weights for each of its tokens"
         yield Conflict((key, "gpu.count"), message, "no prompts, or `tunesmith predict` afterwards")
 
 
@@ -64,7 +64,7 @@ _KEY, _STEPS = "training.async_save", "training.save_steps"
 
 
 def save_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Next to the last save there is nothing left to train."""
+    """Asynchronous saves without a save before the end."""
     training = config.training
     if not training.async_save:
         return
@@ -75,7 +75,7 @@ def save_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def last_save_conflicts(config: TrainingConfig, total: int) -> Iterator[Conflict]:
-    """The same, of a run whose steps are known."""
+    """`save_conflicts` for a run whose number of steps is known."""
     training = config.training
     steps = steps_between(training.save_steps, total)
     if training.async_save and steps is not None and steps >= total:
@@ -85,12 +85,12 @@ def last_save_conflicts(config: TrainingConfig, total: int) -> Iterator[Conflict
 
 
 def survival_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """What a step that ran out of memory could not be undone with."""
+    """Settings under which a step that ran out of memory cannot be undone."""
     training, key = config.training, "training.on_oom"
     if training.on_oom is not OnOutOfMemory.SHRINK:
         return
     if training.optimizer_in_backward is True:
-        message = "weights that change during backward cannot be put back when it runs out of memory"
+        message = "weights that change during backward cannot be restored after running out of memory"
         yield Conflict((key, "training.optimizer_in_backward"), message, "training.on_oom: stop")
     if training.per_device_train_batch_size == 1:
         message = "the micro batch is one row: there is nothing to halve"

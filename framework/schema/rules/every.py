@@ -1,6 +1,6 @@
-"""What single values cannot say: keys that contradict each other, the card, or what a verb needs.
+"""All rules about combinations of keys, the card, and what a command needs.
 
-Each rule is a pure function of the config. Tier A: no file is opened, nothing is built.
+Each rule is a pure function of the config: no file is opened, nothing is built.
 """
 
 import math
@@ -58,8 +58,8 @@ from framework.schema.rules.task import classifier_conflicts, task_conflicts
 
 
 def unused_key_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Keys that were written and do nothing: other than by default, or in so many words while their cause is nowhere
-    written, so that whoever wrote them thinks they are in effect."""
+    """Written keys without effect: those that differ from the default, and those set explicitly while the key that
+    disables them is not, so that the user expects an effect."""
     defaults = _defaults()
     changed = {_key(path) for path, value in values(config) if path not in defaults or value != defaults[path]}
     written = dict.fromkeys(written_keys(config))
@@ -76,7 +76,7 @@ def unused_key_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 @cache
 def _key(path: Path) -> str:
-    """The key around a value: a list or a mapping with keys of the user's own stands for what it holds."""
+    """The key of a value; for a value inside a list or free mapping, the key of that."""
     names = [dotted(path[: end + 1]) for end in range(len(path))]
     return next(name for name in reversed(names) if name in every_key())
 
@@ -88,27 +88,27 @@ def _defaults() -> Mapping[Path, Any]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a verb cannot do without."""
+    """Requirements of a command."""
 
     model: bool = False
     data: Literal["unneeded", "advised", "required"] = "unneeded"
     devices: Literal["one", "any"] = "one"
-    """`any` for a verb that looks at one device's share and runs nothing."""
+    """`any` for a command that inspects one device's share and runs nothing."""
 
 
 def find_conflicts(config: TrainingConfig, needs: Needs) -> list[Conflict]:
-    """Every conflict of every rule, warnings among them."""
+    """Conflicts of all rules, warnings included."""
     return [conflict for rule in RULES for conflict in rule(config)] + list(_unmet_needs(config, needs))
 
 
 def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
-    """Conflicts of a resolved config, which its written values may not have shown: a checkpoint's dtype, the autocast
-    of its card. What trains is written down with these values, and has to pass every rule when it is read again."""
+    """Conflicts of a resolved config, which may come from derived values: a checkpoint's dtype, the card's autocast. A
+    run's config is stored with these values, and has to pass all rules when it is read again."""
     return [conflict for rule in RULES for conflict in rule(config) if not conflict.is_warning]
 
 
 def _finite(config: TrainingConfig) -> Iterator[Conflict]:
-    """Numbers of an architecture that are not finite, and integers that are too large."""
+    """Non-finite numbers, and integers beyond 64 bits."""
     for path, value in values(config):
         if not isinstance(value, (int, float)):
             continue

@@ -1,4 +1,4 @@
-"""Model, its attention and kernels, length of its rows, tokenizer, and what trains rows of added tokens."""
+"""Rules about the model: attention and kernels, row length, tokenizer, and training of added tokens."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from framework.schema.rules.conflict import Conflict
 
 
 def model_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """A model that cannot be built, and rows that are too long for it."""
+    """Models that cannot be built, and rows that are too long for them."""
     model, architecture = config.model, config.model.architecture
     has_own = (
         model.model_name is not None and model.load_pretrained_weights and "model_type" not in (architecture or {})
@@ -30,23 +30,23 @@ def model_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def rope_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Positions that are stretched twice, and keys that belong to another kind of it."""
+    """Positions that are scaled twice, and keys of another type of scaling."""
     scaling = config.model.rope_scaling
     written: Mapping[str, Any] = config.model.architecture or {}
     if scaling is None:
         return
     if scales_positions(written):
         keys = ("model.rope_scaling", "model.architecture")
-        yield Conflict(keys, "positions are stretched in both", "one of the two")
+        yield Conflict(keys, "both scale the positions", "one of the two")
     for kind, names in OWN_KEYS.items():
         for name in names:
             if getattr(scaling, name) is not None and kind is not scaling.rope_type:
-                message = f"is read by {kind}, and rope_type is {scaling.rope_type}"
+                message = f"is used by {kind}, and rope_type is {scaling.rope_type}"
                 yield Conflict((f"model.rope_scaling.{name}", "model.rope_scaling.rope_type"), message, "unset")
 
 
 def remote_code_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Code that is run because this request says so: which, and of what day."""
+    """Warnings about remote code, with its revision."""
     for section, model in (("model", config.model), ("training.teacher", config.training.teacher)):
         if model is not None and model.trust_remote_code and model.model_name is not None:
             message = remote_code(model.model_name, model.model_revision)
@@ -54,18 +54,18 @@ def remote_code_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def remote_code(name: str, revision: str | None) -> str:
-    """The warning before code of a model's repository or folder runs."""
-    of = f"revision {revision}" if revision else "no revision is named: whatever it holds today"
-    return f"Python code that comes with {name} runs with your rights ({of})"
+    """Warning before code of a model's repository or folder runs."""
+    of = f"revision {revision}" if revision else "no revision is set: the current one"
+    return f"Python code that comes with {name} runs with your permissions ({of})"
 
 
 def too_long(config: TrainingConfig, length: int, positions: int) -> Iterator[Conflict]:
-    """Rows of `length` tokens, and what they are padded to, against the positions that a model has."""
+    """Rows of `length` tokens, as padded, that exceed the model's positions."""
     padded = config.padded(length)
     if length > positions:
         scaling = config.model.rope_scaling
         factor = scaling.factor if scaling is not None else 1
-        why = f"stretched {factor:g} times" if scaling is not None else "and no rope scaling is set"
+        why = f"scaled by {factor:g}" if scaling is not None else "and no rope scaling is set"
         message = f"{length} tokens are more than the model's {positions} positions, {why}"
         stretch = f"model.rope_scaling={{rope_type: yarn, factor: {math.ceil(factor * length / positions)}}}"
         expected = f"at most {positions}; or {stretch}, where they are rotary"
@@ -81,7 +81,7 @@ def too_long(config: TrainingConfig, length: int, positions: int) -> Iterator[Co
 
 
 def tokenizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """A tokenizer that is built where another is known."""
+    """A tokenizer that is trained although another is given."""
     model = config.model
     if model.tokenizer is None:
         return
@@ -94,7 +94,7 @@ def tokenizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def find_liger_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """They are closed to the compiler, and write over what a policy would keep."""
+    """Liger kernels with the compiler, which cannot see into them, and with policies whose results they overwrite."""
     training, key = config.training, "model.enable_liger_kernel"
     if config.model.enable_liger_kernel is not True:
         return
@@ -106,24 +106,23 @@ def find_liger_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         message = "Liger rotates queries and keys where their products were kept: they would be rotated twice"
         yield Conflict((key, "training.gradient_checkpointing_policy"), message, "full or save_attention")
     if config.model.chunked_loss is False:
-        message = "its kernels are all but the loss: the logits are built in full"
+        message = "its kernels do not include the loss: the full logits are built"
         yield Conflict(("model.chunked_loss", key), message, "true, or unset", is_warning=True)
 
 
 def sdpa_backend(config: TrainingConfig) -> Iterator[Conflict]:
-    """The kernel behind sdpa is asked for where another is."""
+    """A backend of sdpa together with another attention kernel."""
     kernel, backend = config.model.attn_implementation, config.model.sdpa_backend
     if kernel is Attention.RING_ATTENTION and backend is SdpaBackend.MATH:
-        message = "math makes all scores of a row, and does not say what parts of them are put together by"
+        message = "math computes all scores of a row and does not return what is needed to combine parts of them"
         yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "flash, cudnn or efficient")
     if backend is not None and kernel not in (None, "auto", Attention.SDPA, Attention.RING_ATTENTION):
-        message = f"{backend} is a kernel of sdpa, and {kernel} is asked for"
+        message = f"{backend} is a kernel of sdpa, and {kernel} is set"
         yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "attn_implementation: sdpa")
 
 
 def half_precision_attention(config: TrainingConfig) -> Iterator[Conflict]:
-    """Kernels of the flash-attention package, and those of sdpa by that name and by cuDNN on a card, compute in half
-    precision alone."""
+    """Flash-attention kernels, and flash and cuDNN kernels of sdpa on a card, which compute only in half precision."""
     if config.model.torch_dtype_str != TorchDtype.FLOAT32:
         return
     if config.training.mixed_precision_dtype != MixedPrecision.NONE:
@@ -141,22 +140,22 @@ def half_precision_attention(config: TrainingConfig) -> Iterator[Conflict]:
 _TOKENS = "peft.trainable_token_indices"
 _WHOLE = "peft.lora_modules_to_save=[embed_tokens, lm_head], by the model's names for them"
 _EMBEDDINGS = ("wte", "word_embeddings", "tok_embeddings")
-"""Names of embeddings that do not begin with `embed`."""
+"""Names of embeddings other than those that begin with `embed`."""
 
 
 def trains_embedding(peft: PeftParams) -> bool:
-    """Whether an embedding is among the modules that are trained in full next to the adapter."""
+    """Whether an embedding is among the modules that are trained in full with the adapter."""
     names = [name.rpartition(".")[2] for name in peft.lora_modules_to_save]
     return any(name.startswith("embed") or name in _EMBEDDINGS for name in names)
 
 
 def vocabulary_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Rows that no adapter of this kind holds, or that are split over devices."""
+    """Added tokens that this kind of adapter cannot save, or whose rows are sharded."""
     peft, method = config.peft, config.peft.peft_method
     if not config.training.use_peft:
         return
     if config.model.added_tokens and not ADAPTERS[method].trains_tokens and not trains_embedding(peft):
-        message = f"an adapter of the kind {method} would be saved without the rows of the added tokens"
+        message = f"a {method} adapter would be saved without the rows of the added tokens"
         expected = "a LoRA kind" if ADAPTERS[method].is_prompt else f"a LoRA kind, or {_WHOLE}"
         yield Conflict(("model.added_tokens", "peft.peft_method"), message, expected)
     trains_rows = bool(peft.trainable_token_indices) or (
@@ -165,5 +164,5 @@ def vocabulary_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     split = "fsdp.enable_fsdp" if config.fsdp.is_sharded else "fsdp.tensor_parallel_size"
     if trains_rows and (config.fsdp.is_sharded or config.fsdp.tensor_parallel_size > 1):
         key = _TOKENS if peft.trainable_token_indices else "model.added_tokens"
-        message = "single rows of an embedding are not trained where weights are split over devices"
+        message = "single rows of an embedding cannot be trained with sharded or tensor-parallel weights"
         yield Conflict((key, split), message, _WHOLE)

@@ -1,4 +1,4 @@
-"""Dtypes of weights and products, against each other and the card."""
+"""Rules about dtypes of weights and products, and the card's support."""
 
 from collections.abc import Iterator
 
@@ -31,18 +31,18 @@ OVERFLOW_IN_FLOAT16 = {
     "mt5": "as t5",
     "umt5": "as t5",
 }
-"""Families whose activations or gradients leave float16's range (65504), with who has seen it. They are computed in
-bfloat16 or float32. A name stands for the kinds that begin with it (`gemma3_text`, `qwen3_5_moe`)."""
+"""Families whose activations or gradients exceed float16's range (65504), with the source. They are computed in
+bfloat16 or float32. A name includes model types that begin with it (`gemma3_text`, `qwen3_5_moe`)."""
 
 
 def overflows_in_float16(model_type: object) -> bool:
-    """Whether a kind of transformers model is of a family that is known to overflow in float16."""
+    """Whether a model type belongs to a family that is known to overflow in float16."""
     kind = str(model_type)
     return any(kind == family or kind.startswith(f"{family}_") for family in OVERFLOW_IN_FLOAT16)
 
 
 def precision_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Weights and products in dtypes that cannot train together."""
+    """Combinations of weight dtype and autocast that cannot train."""
     held, computed = config.model.torch_dtype_str, config.training.mixed_precision_dtype
     kind = config.model.architecture.get("model_type") if config.model.architecture is not None else None
     if computed is MixedPrecision.FP16 and overflows_in_float16(kind):
@@ -62,8 +62,8 @@ def precision_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def loss_scale_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Gradients that torch's scaler cannot unscale: on CUDA it has no kernel for bfloat16. Float16 it refuses, which
-    `adapter_conflicts` does where it is written."""
+    """Gradients that torch's scaler cannot unscale: it has no CUDA kernel for bfloat16. It refuses float16, which
+    `adapter_conflicts` reports if written."""
     training, adapter = config.training, config.peft.adapter_dtype
     if training.mixed_precision_dtype is not MixedPrecision.FP16 or not training.use_peft:
         return
@@ -75,8 +75,8 @@ def loss_scale_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 SMALL_RATE = 4e-5
-"""0.02 x 2^-9: half the last bit of a bfloat16 weight of 0.02, the usual spread at initialization. Adam moves a
-weight by about the learning rate, so a smaller one is rounded away."""
+"""0.02 x 2^-9: half the last bit of a bfloat16 weight of 0.02, the usual standard deviation at initialization. Adam
+moves a weight by about the learning rate, so a smaller one is rounded away."""
 NORM_RATE = 2**-9
 """Half the last bit below a bfloat16 weight of 1.0, where norm weights begin."""
 
@@ -108,7 +108,7 @@ def rounding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def _stored(config: TrainingConfig) -> str | None:
-    """The dtype of the weights as far as the recipe says it; `auto` is the checkpoint's."""
+    """The dtype of the weights as far as the recipe states it; `auto` is the checkpoint's."""
     held = config.model.torch_dtype_str
     if held != TorchDtype.AUTO:
         return held
@@ -118,7 +118,7 @@ def _stored(config: TrainingConfig) -> str | None:
 
 
 def fp8_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """What linear layers in fp8 can be beside."""
+    """Settings that conflict with fp8 products."""
     training, key = config.training, "training.fp8"
     if training.fp8 not in (Fp8.TENSORWISE, Fp8.ROWWISE):
         return
@@ -130,35 +130,35 @@ def fp8_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         keys = (key, "training.mixed_precision_dtype", "model.torch_dtype_str")
         yield Conflict(keys, "fp8 products take and give bfloat16", "bf16 autocast, or bfloat16 weights")
     if training.compile is False:
-        message = "without compilation the casts to fp8 are kernels of their own, and cost more than is saved"
+        message = "without compilation the casts to fp8 are separate kernels, and cost more than is saved"
         yield Conflict((key, "training.compile"), message, "training.compile=true", is_warning=True)
 
 
 def _float8_base_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """What a frozen base in fp8 cannot be beside: it has no weights in half precision any more."""
+    """Settings that conflict with a frozen base in fp8, which has no half-precision weights."""
     key, peft, held = "training.fp8", config.peft, config.model.torch_dtype_str
     if peft.q_lora:
-        message = "the base is held in 4 or 8 bits already"
+        message = "the base is already quantized to 4 or 8 bits"
         yield Conflict((key, "peft.q_lora"), message, "peft.q_lora: false, or fp8: none")
     if peft.peft_method is PeftMethod.DORA:
-        message = "dora takes norms of the base's own weights at each step"
+        message = "dora needs norms of the base's full-precision weights at each step"
         yield Conflict((key, "peft.peft_method"), message, "lora, or fp8: none")
     if peft.peft_save_mode is not PeftSaveMode.ADAPTER_ONLY:
-        message = "the base in 8 bits would be what is written"
-        works = "adapter_only, and `tunesmith merge` afterwards, which takes the base's own weights"
+        message = "the exported base would be the one in 8 bits"
+        works = "adapter_only, and `tunesmith merge` afterwards, which uses the base's original weights"
         yield Conflict((key, "peft.peft_save_mode"), message, works)
     if config.model.offload_frozen_base is True:
-        message = "a base in host memory with weights in 8 bits is not tried"
+        message = "an 8-bit base in host memory is not tested"
         yield Conflict((key, "model.offload_frozen_base"), message, "false: in 8 bits it takes half the memory")
     if config.gpu.count > 1 and not config.fsdp.is_sharded:
-        yield Conflict((key, "gpu.count"), "copies of a base in 8 bits on several GPUs are not tried", "fp8: none")
+        yield Conflict((key, "gpu.count"), "copies of an 8-bit base on several GPUs are not tested", "fp8: none")
     if held in (TorchDtype.FLOAT16, TorchDtype.FLOAT32):
-        message = f"products of a base in 8 bits give bfloat16, and the base is {held}"
+        message = f"products of an 8-bit base are bfloat16, and the base is {held}"
         yield Conflict((key, "model.torch_dtype_str"), message, "bfloat16")
 
 
 def card_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """What `framework.memory.requirements` does not find, since it depends on how words go together."""
+    """bfloat16 on cards without it; not in `framework.memory.requirements`, since it depends on combinations."""
     card = config.gpu
     if not card.lacks_bfloat16:
         return
@@ -173,9 +173,9 @@ def card_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def wide_base_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Frozen weights need no masters, and autocast computes with a half-precision copy of them anyway."""
+    """A frozen base in float32 under autocast, which computes with a half-precision copy anyway."""
     is_computed_wide = config.training.mixed_precision_dtype == MixedPrecision.NONE or config.gpu.name == "cpu"
     if config.training.use_peft and config.model.torch_dtype_str == TorchDtype.FLOAT32 and not is_computed_wide:
-        message = "a frozen base in float32 takes 2 bytes a parameter more than in half precision, and learns nothing"
-        expected = "model.torch_dtype_str unset: the checkpoint's dtype; the adapter is float32 all the same"
+        message = "a frozen base in float32 takes 2 bytes a parameter more than in half precision, for no benefit"
+        expected = "model.torch_dtype_str unset: the checkpoint's dtype; the adapter is float32 anyway"
         yield Conflict(("model.torch_dtype_str", "training.use_peft"), message, expected, is_warning=True)

@@ -274,7 +274,7 @@ def test_an_embedding_that_is_trained_apart_from_its_head_is_said(name, is_share
     ],
 )
 def test_an_adapter_on_what_is_trained_whole_is_refused(architecture, peft):
-    with pytest.raises(RequestError, match="is trained whole") as error:
+    with pytest.raises(RequestError, match="is trained in full") as error:
         tiny_assembly(adapted(architecture=architecture, **peft))
     assert error.value.problems[0].key == "peft.lora_target_modules"
 

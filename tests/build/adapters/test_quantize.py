@@ -177,7 +177,7 @@ QLORA = {"q_lora": True, "q_lora_bits": 4, "bnb_4bit_quant_type": "nf4"}
         (STORED, {**QLORA, "q_lora_bits": 8}, "stored as 4-bit nf4, and asked for is 8-bit"),
         (STORED, {**QLORA, "use_bnb_nested_quant": True}, "asked for is 4-bit nf4, nested scales"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, QLORA, "stored as 8-bit"),
-        (STORED, {**QLORA, "peft_method": "loftq"}, "loftq needs what quantisation loses"),
+        (STORED, {**QLORA, "peft_method": "loftq"}, "loftq needs the quantization error"),
         (STORED, QLORA, None),
         ({"quant_method": "fp8"}, None, "stored quantized by 'fp8'"),
         ({"quant_method": "nothing"}, QLORA, "stored quantized by 'nothing'"),
@@ -218,6 +218,6 @@ def test_a_base_of_fewer_columns_than_a_block_is_asked_on_a_cpu(tmp_path):
 
 
 def test_a_packed_module_cannot_be_trained_whole():
-    with pytest.raises(RequestError, match="cannot be trained whole") as error:
+    with pytest.raises(RequestError, match="cannot be trained in full") as error:
         tiny_assembly(quantized(lora_modules_to_save=["mlp"]))
     assert error.value.problems[0].key == "peft.lora_modules_to_save"

@@ -90,7 +90,7 @@ def test_a_pattern_that_fits_nothing_is_named():
     assert problems(rank_pattern={"c_attn": 4})[0][0] == "peft.rank_pattern.c_attn"
     assert problems(layers_to_transform=[7])[0][0] == "peft.layers_to_transform"
     assert problems(lora_exclude_modules=[".*"])[0][1] == "no target is left to adapt"
-    assert "no regular expression" in problems(lora_exclude_modules=["("])[0][1]
+    assert "not a regular expression" in problems(lora_exclude_modules=["("])[0][1]
     for value in (0, -1, 1.5, "four", True):
         assert problems(rank_pattern={"q_proj": value})[0][0] == "peft.rank_pattern.q_proj"
     assert problems(alpha_pattern={"q_proj": 0})[0][0] == "peft.alpha_pattern.q_proj"

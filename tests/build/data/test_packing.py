@@ -191,7 +191,7 @@ class TestRefusals:
             refuse_leaks(config, AutoConfig.for_model(**settings))
         (problem,) = caught.value.problems
         assert problem.key == "data.packing"
-        assert problem.message.startswith(f"{settings['model_type']} does not keep documents in one row apart")
+        assert problem.message.startswith(f"{settings['model_type']} does not separate documents in one row")
         refuse_leaks(tiny_config(NOT_APART[family]), AutoConfig.for_model(**settings))
 
     def test_the_random_state_is_left_alone(self) -> None:
@@ -206,7 +206,7 @@ class TestRefusals:
         assert assembly.model.training
         assert all(parameter.grad is None for parameter in assembly.model.parameters())
         monkeypatch.setattr("framework.build.losses.loss.keep_documents_separate", lambda model, batch: {})
-        with pytest.raises(VerificationFailed, match="in effect what it predicts in one depends on the one before"):
+        with pytest.raises(VerificationFailed, match="in effect predictions in one depend on the one before"):
             verify(assembly)
 
     def test_positions_that_do_not_restart_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_rows_from_the_cache_are_the_rows(
     options: dict[str, Any], path: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = prepare_data(config(path, **options), tokenizer)
-    assert "rows kept in the cache" in made.report.notes[-1]
+    assert "rows cached for the next run" in made.report.notes[-1]
     monkeypatch.setattr(data_module, "read_splits", None)  # nothing is read again
     again = prepare_data(config(path, **options), tokenizer)
     assert was_read(again)
@@ -77,7 +77,7 @@ def test_rows_from_the_cache_are_the_rows(
     assert same(again.eval, made.eval)
     assert (again.report.train, again.report.eval) == (made.report.train, made.report.eval)
     assert again.report.sources == made.report.sources
-    assert str(again.report).partition("rows read from")[0] == str(made.report).partition("rows kept in")[0]
+    assert str(again.report).partition("rows read from")[0] == str(made.report).partition("rows cached for")[0]
 
 
 def test_pairs_and_labels_come_back(write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -16,7 +16,7 @@ def shown(**options: bool) -> str:
 
 def test_a_terminal_gets_a_bar_with_a_rate() -> None:
     text = shown(force_terminal=True)
-    assert "tokenising train" in text
+    assert "tokenizing train" in text
     assert "1000/1000" in text
     assert "rows/s" in text
 

@@ -149,7 +149,7 @@ class TestOrder:
             assert data.stream is not None
             epochs = [each.after.epoch for each in islice(data.stream.rows(Position()), len(expected) + 1)]
             assert epochs[-2:] == [0, 1]
-            assert "drawn from 25.0%" in str(data.report)
+            assert "sampled from 25.0%" in str(data.report)
 
     @pytest.mark.parametrize("rule", ["first_exhausted", "all_exhausted"])
     def test_a_source_of_a_mixture_of_which_no_row_is_kept_is_named(
@@ -161,7 +161,7 @@ class TestOrder:
         (problem,) = refused(some, tokenizer, steps=200)
         assert (problem.key, problem.message) == (
             "data.train[1]",
-            f"no row of {empty} is left, so none can be drawn for the mixture",
+            f"no row of {empty} is left to sample for the mixture",
         )
         held = some.model_copy(update={"data": some.data.model_copy(update={"streaming": False})})
         with pytest.raises(RequestError) as caught:
@@ -310,7 +310,7 @@ class TestRefusals:
     def test_a_json_array(self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         (tmp_path / "a.json").write_text('[{"text": "x"}]')
         (problem,) = refused(config(str(tmp_path / "a.json")), tokenizer)
-        assert "write an object a line" in problem.message
+        assert "write one object per line" in problem.message
         (tmp_path / "a.json").write_text('{"text": "x"}\n{"text": "y"}\n')
         assert prepared(config(str(tmp_path / "a.json")), tokenizer).stream is not None
 
@@ -407,7 +407,7 @@ class TestAccount:
         assert all("of the supervised tokens of train are lost" in news for news in told.values())
         most = told[375]
         assert most.startswith("data.train: 66.7% of the supervised tokens of train are lost to the limit of 32 tokens")
-        assert most.endswith("of rows that are not streamed this is an error")
+        assert most.endswith("without streaming this is an error")
         held = config(rows, streaming=False, truncation="drop")
         with pytest.raises(RequestError, match=r"66\.7% of the supervised tokens"):
             prepared(held, tokenizer)

@@ -30,13 +30,13 @@ def test_models_whose_attention_alone_mixes_tokens_may_share_rows(name: str) -> 
 @pytest.mark.parametrize("name", MIXES)
 def test_other_layers_that_mix_tokens_are_refused(name: str) -> None:
     made: dict[str, Any] = MIXES[name]
-    with pytest.raises(RequestError, match=f"more than attention mixes the tokens of {made['model_type']}"):
+    with pytest.raises(RequestError, match=f"other layers than attention mix the tokens of {made['model_type']}"):
         settle(tiny_config(made, **SHARED))
 
 
 @pytest.mark.parametrize("name", ["falcon", "mpt"])
 def test_attention_that_cannot_be_replaced_is_refused(name: str) -> None:
-    with pytest.raises(RequestError, match=f"{name} does not take its attention from outside"):
+    with pytest.raises(RequestError, match=f"{name} does not use transformers' attention interface"):
         settle(tiny_config({"model_type": name, "vocab_size": 128}, **SHARED))
 
 

@@ -279,5 +279,5 @@ def test_a_checkpoint_that_is_stored_packed_is_refused(tmp_path):
     config = case("full", 2, tmp_path)
     architecture = read_architecture(config)
     architecture.quantization_config = stored
-    with pytest.raises(RequestError, match="stored packed"):
+    with pytest.raises(RequestError, match="stored quantized"):
         build_model(config, architecture, real_place(torch.device("cpu")))

@@ -70,7 +70,7 @@ def test_a_recorded_run_asks_for_its_rows(make_tokenizer: MakeTokenizer) -> None
 
 
 def test_rows_without_a_place_are_refused() -> None:
-    with pytest.raises(RequestError, match="rows are given from Python, and none"):
+    with pytest.raises(RequestError, match="rows are given from Python, and no source"):
         take_rows(config(train=[{"path": "python_stdlib"}]), RowsFromPython(ROWS))
 
 
@@ -82,5 +82,5 @@ def test_a_stream_needs_rows_that_can_be_read_again() -> None:
 
 
 def test_a_digest_of_a_file_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    with pytest.raises(RequestError, match="is for rows from Python"):
+    with pytest.raises(RequestError, match="is only for rows from Python"):
         prepare_data(config(train=[{"path": "python_stdlib", "digest": "x"}]), make_tokenizer())

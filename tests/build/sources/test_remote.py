@@ -74,7 +74,7 @@ def test_one_that_cannot_be_reached_is_as_it_was_fetched_before(store, monkeypat
     monkeypatch.setattr(type(store), "info", away)
     source = read_source(DatasetParams(path="memory://bucket/rows.jsonl"), KEY)
     assert [row["text"] for row in source.dataset] == ["a"]
-    assert "could not be reached, as it was fetched before" in source.description
+    assert "could not be reached; using the copy fetched before" in source.description
     with pytest.raises(RequestError, match=r"memory://bucket/other.jsonl cannot be read: no route to host"):
         texts("memory://bucket/other.jsonl")
 
@@ -111,9 +111,9 @@ def test_a_driver_that_is_not_installed_is_named(scheme, monkeypatch):
     ("url", "message"),
     [
         ("memory://bucket/none.jsonl", "there is nothing at memory://bucket/none.jsonl"),
-        ("memory://bucket/page.pdf", "of a kind that is not read"),
+        ("memory://bucket/page.pdf", "unsupported format"),
         ("memory://bucket/*.csv", "there are no data files"),
-        ("s4://bucket/rows.jsonl", "there is no kind of storage called s4://"),
+        ("s4://bucket/rows.jsonl", "there is no storage protocol s4://"),
         ("https://huggingface.co/datasets/o/n/blob/main/rows.jsonl", "is a page about a file"),
     ],
 )

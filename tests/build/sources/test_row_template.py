@@ -58,7 +58,7 @@ def test_a_column_that_is_not_there_is_told_with_its_row_and_the_nearest(tmp_pat
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ({"text": "{% if a %}"}, "is no Jinja template: line 1"),
+        ({"text": "{% if a %}"}, "is not a Jinja template: line 1"),
         ({"text": 3}, "is 3"),
         ({}, "makes no column"),
         ({"text": "{{ a.__class__.__mro__ }}"}, "unsafe|undefined"),

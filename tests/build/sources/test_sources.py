@@ -171,7 +171,7 @@ class TestForms:
         [
             (
                 {"texts": "x", "n": 1},
-                "the columns are: texts, n; no form of rows for the task sft has them",
+                "the columns are: texts, n; no row format of the task sft matches",
                 "columns: {text: texts}",
             ),
             ({"body": "x"}, "the columns are: body", "columns: {text: body}"),
@@ -305,8 +305,8 @@ class TestRefusals:
         [
             ("hello", "expected a list of messages, not str 'hello'"),
             (["hello"], "message 1: expected {role: .., content: ..}, not str 'hello'"),
-            ([{"role": "usr", "content": "hi"}], "message 1: the role is 'usr'; user is meant?"),
-            ([{"role": "Assistant", "content": "hi"}], "message 1: the role is 'Assistant'; assistant is meant?"),
+            ([{"role": "usr", "content": "hi"}], "message 1: the role is 'usr'; did you mean user?"),
+            ([{"role": "Assistant", "content": "hi"}], "message 1: the role is 'Assistant'; did you mean assistant?"),
             ([CHAT[0], {"role": "assistant"}], "message 2: there is no `content`"),
             ([{"role": 3, "content": "x"}], "message 1: `role`: expected text, not int 3"),
             (
@@ -463,7 +463,7 @@ class TestCompressed:
         (problem,) = problems(str(path))
         assert str(problem.where).startswith(f"{path}:")
         assert int(str(problem.where).rpartition(":")[2]) > (10_000 if kind != "bz2" else 0)
-        assert any(word in problem.message for word in ("cut short", "Truncated"))
+        assert any(word in problem.message for word in ("truncated", "Truncated"))
 
     @pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
     @pytest.mark.parametrize("content", [b"", b"not compressed at all, whatever its name says"])
@@ -505,15 +505,15 @@ class TestSlices:
     def test_an_empty_slice(self, write_rows: WriteRows) -> None:
         (problem,) = problems(write_rows("a.jsonl", [{"text": "x"}]), split="train[5:]")
         assert problem.key == "data.train[0].split"
-        assert problem.message == "`train[5:]` holds none: the source has 1 row"
+        assert problem.message == "`train[5:]` has no rows: the source has 1 row"
 
     def test_joined_splits_of_files(self, write_rows: WriteRows) -> None:
         (problem,) = problems(write_rows("a.jsonl", [{"text": "x"}]), split="train[:1]+train[1:]")
-        assert problem.expected == "each of them as a source of its own"
+        assert problem.expected == "each of them as a separate source"
 
     @pytest.mark.parametrize("spec", ["train[", "train[5]", "train[%:]", "[:5]", "train[1:2:3]", "", "train[a:]"])
     def test_misspelt(self, spec: str) -> None:
-        with pytest.raises(ValueError, match="no split"):
+        with pytest.raises(ValueError, match="is not a split"):
             DatasetParams(path="a.jsonl", split=spec)
 
 

@@ -77,9 +77,9 @@ def by_characters(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[
             spans.append((len(text), len(text) + len(message["content"]) + len("<|im_end|>")))
         text += f"{message['content']}<|im_end|>\n"
     batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    learnt = [any(end > s and start < e for s, e in spans) for start, end in batch["offset_mapping"]]
+    supervised = [any(end > s and start < e for s, e in spans) for start, end in batch["offset_mapping"]]
     ids = batch["input_ids"]
-    labels = [token if taken else IGNORED for token, taken in zip(ids, learnt, strict=True)]
+    labels = [token if taken else IGNORED for token, taken in zip(ids, supervised, strict=True)]
     return ids, [IGNORED, *labels[1:]]
 
 

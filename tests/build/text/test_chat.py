@@ -107,35 +107,35 @@ def test_no_template_is_refused_with_what_to_write(make_tokenizer: MakeTokenizer
         ("{% for m in messages %}", "Unexpected end of template"),
         ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
         ("{{ raise_exception('only user and assistant') }}", "only user and assistant"),
-        ("{{ messages[0]['content'] + '\\ud800' }}", "which is no character"),
+        ("{{ messages[0]['content'] + '\\ud800' }}", "which is not a character"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ '%1000000000d' % 1 }}", "a format as wide as"),
         ("{{ '%1000000000d'|format(1) }}", "a format as wide as"),
-        ("{{ '%*d' % (1000000000, 1) }}", "would make more than 100,000"),
+        ("{{ '%*d' % (1000000000, 1) }}", "would produce more than 100,000"),
         ("{{ '{:>1000000000}'.format(1) }}", "a format as wide as"),
-        ("{{ '{:>{w}}'.format(1, w=1000000000) }}", "would make more than 100,000"),
-        ("{{ 'a' * 1000000000 }}", "would make more than 10,000,000 characters"),
-        ("{{ [0] * 1000000000 }}", "would make more than 10,000,000 characters"),
+        ("{{ '{:>{w}}'.format(1, w=1000000000) }}", "would produce more than 100,000"),
+        ("{{ 'a' * 1000000000 }}", "would produce more than 10,000,000 characters"),
+        ("{{ [0] * 1000000000 }}", "would produce more than 10,000,000 characters"),
         ("{{ range(1000000000) }}", "Range too big"),
-        ("{{ 'a'.ljust(1000000000) }}", "would make more than 100,000"),
-        ("{{ (1).to_bytes(1000000000, 'big') }}", "would make more than 100,000"),
-        ("{{ 'a'|center(1000000000) }}", "would make more than 100,000"),
-        ("{{ [1]|tojson(indent=1000000000) }}", "would make more than 100,000"),
-        ("{{ [1]|batch(1000000000, 0)|list }}", "would make more than 100,000"),
-        ("{{ ('a' * 100000)|replace('a', 'b' * 100000) }}", "would make more than 10,000,000"),
-        ("{{ ('a' * 100000).replace('a', 'b' * 100000) }}", "would make more than 10,000,000"),
-        ("{{ range(100000)|join('b' * 100000) }}", "would make more than 1,000 characters"),
-        ("{{ ('b' * 100000).join(['a'] * 100000) }}", "would make more than 1,000 characters"),
-        ("{{ (['a' * 100000] * 100000)|join }}", "would make more than 10,000,000"),
+        ("{{ 'a'.ljust(1000000000) }}", "would produce more than 100,000"),
+        ("{{ (1).to_bytes(1000000000, 'big') }}", "would produce more than 100,000"),
+        ("{{ 'a'|center(1000000000) }}", "would produce more than 100,000"),
+        ("{{ [1]|tojson(indent=1000000000) }}", "would produce more than 100,000"),
+        ("{{ [1]|batch(1000000000, 0)|list }}", "would produce more than 100,000"),
+        ("{{ ('a' * 100000)|replace('a', 'b' * 100000) }}", "would produce more than 10,000,000"),
+        ("{{ ('a' * 100000).replace('a', 'b' * 100000) }}", "would produce more than 10,000,000"),
+        ("{{ range(100000)|join('b' * 100000) }}", "would produce more than 1,000 characters"),
+        ("{{ ('b' * 100000).join(['a'] * 100000) }}", "would produce more than 1,000 characters"),
+        ("{{ (['a' * 100000] * 100000)|join }}", "would produce more than 10,000,000"),
         (
             "{% set s = namespace(n=9) %}{% for i in range(99) %}{% set s.n = s.n * s.n %}{% endfor %}",
-            "would make more than 4,096 bits",
+            "would produce more than 4,096 bits",
         ),
         ("{{" + "(" * 10_000 + "1" + ")" * 10_000 + "}}", "maximum recursion depth exceeded"),
         ("{% if 1 %}" * 5_000 + "{% endif %}" * 5_000, "maximum recursion depth exceeded"),
         ("{{ '%c' % 99999999 }}", "not in range"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
-        ("{{ 9 ** 99999999 }}", "would make more than 4,096 bits"),
+        ("{{ 9 ** 99999999 }}", "would produce more than 4,096 bits"),
         (
             "{% for i in range(300) %}{% for j in range(300) %}{{ 'x' }}{% endfor %}{% endfor %}",
             "it writes 90,000 char",
@@ -184,7 +184,7 @@ def test_warns_when_the_prompt_differs_from_the_rows(make_tokenizer: MakeTokeniz
 def test_warns_when_the_end_of_turn_is_made_of_text(make_tokenizer: MakeTokenizer) -> None:
     (warning,) = check_chat(make_tokenizer(read_template("chatml")), [CHAT]).values()
     assert "<|im_end|>" in warning
-    assert "no special token" in warning
+    assert "not a special token" in warning
     other = Chat([*MESSAGES[:-1], {"role": "assistant", "content": "Indeed."}])
     assert check_chat(make_tokenizer(read_template("chatml")), [CHAT, other]) == {"end": warning}, (
         "once, whatever the row"

@@ -30,7 +30,7 @@ def test_a_number_stands_for_a_class_by_its_place_unless_classes_are_numbers() -
     assert [int(named.of(label)[0]) for label in ("yes", 0, 1, 1.0)] == [1, 0, 1, 1]
     numbered = find_classes(texts([1, 2, 3]), None)
     assert [int(numbered.of(label)[0]) for label in (1, 2.0, "3")] == [0, 1, 2]
-    with pytest.raises(WrongLabel, match=r"'0' is none of the classes \(1, 2, 3\)"):
+    with pytest.raises(WrongLabel, match=r"'0' is not one of the classes \(1, 2, 3\)"):
         numbered.of(0)
 
 
@@ -89,7 +89,7 @@ def test_an_empty_field_of_a_table_is_no_label(
     assert data.targets.names == ("a", "b")
     assert (data.report.train.kept, data.report.train.dropped) == (2, {"empty": 2})
     assert data.report.warnings == (
-        "data.train: 50% of the rows of train are left out: a column that they need is absent or empty in them",
+        "data.train: 50% of the rows of train are left out: a required column is absent or empty",
     )
 
 

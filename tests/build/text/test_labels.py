@@ -71,7 +71,7 @@ CHANNELS = (
 NO_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 
 
-def learnt(tokenizer: PreTrainedTokenizerFast, row: Encoded | UnsuitedChat) -> list[str]:
+def supervised(tokenizer: PreTrainedTokenizerFast, row: Encoded | UnsuitedChat) -> list[str]:
     """The runs of supervised tokens, as text."""
     assert isinstance(row, Encoded), row
     assert row.input_ids.dtype == row.labels.dtype == np.int32
@@ -105,12 +105,12 @@ def encode_one(tokenizer: PreTrainedTokenizerFast, chat: Sequence[dict[str, str]
         (NO_END, ["assistant: Four.\n", "assistant: Yes, four.\n"]),
     ],
 )
-def test_exactly_the_answers_and_their_ends_are_learnt(
+def test_exactly_the_answers_and_their_ends_are_supervised(
     template: str, expected: list[str], make_tokenizer: MakeTokenizer
 ) -> None:
     named = (TEMPLATES / f"{template}.jinja").is_file() if len(template) < 20 else False
     tokenizer = make_tokenizer(read_template(template) if named else template, SPECIALS)
-    assert learnt(tokenizer, encode_one(tokenizer, CHAT)) == expected
+    assert supervised(tokenizer, encode_one(tokenizer, CHAT)) == expected
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama3", "mistral", "gemma", "plain"])
@@ -134,7 +134,7 @@ def test_start_token_of_the_tokenizer_is_added_to_texts_and_not_to_chats(make_to
     assert text.labels[:2].tolist() == [IGNORED, text.input_ids[1]]
 
 
-def test_everything_can_be_learnt(make_tokenizer: MakeTokenizer) -> None:
+def test_everything_can_be_supervised(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(read_template("chatml"), SPECIALS)
     (row,) = encode_chats(tokenizer, [Chat(CHAT)], Supervise.ALL)
     assert isinstance(row, Encoded)
@@ -146,7 +146,7 @@ def test_end_of_turn_is_learnt_where_it_is_also_the_padding(make_tokenizer: Make
     tokenizer = make_tokenizer(read_template("chatml"), SPECIALS)
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     row = encode_one(tokenizer, CHAT[:3])
-    assert learnt(tokenizer, row) == ["Four.<|im_end|>"]
+    assert supervised(tokenizer, row) == ["Four.<|im_end|>"]
 
 
 def test_the_side_the_tokenizer_pads_on_changes_nothing(make_tokenizer: MakeTokenizer) -> None:
@@ -166,21 +166,21 @@ def test_answers_that_look_like_something_else(answer: str, make_tokenizer: Make
     chat = [*CHAT[:2], {"role": "assistant", "content": answer}, CHAT[3], {"role": "assistant", "content": answer}]
     for template in (read_template("chatml"), MARKED_CHATML):
         tokenizer = make_tokenizer(template, SPECIALS)
-        assert learnt(tokenizer, encode_one(tokenizer, chat)) == [f"{answer}<|im_end|>"] * 2
+        assert supervised(tokenizer, encode_one(tokenizer, chat)) == [f"{answer}<|im_end|>"] * 2
     tokenizer = make_tokenizer(THINKING, SPECIALS)
-    first, last = learnt(tokenizer, encode_one(tokenizer, chat))
+    first, last = supervised(tokenizer, encode_one(tokenizer, chat))
     assert first == f"{answer}<|im_end|>"
     assert last.endswith(f"{answer}<|im_end|>")
 
 
 def test_chat_that_begins_with_an_answer(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(read_template("chatml"), SPECIALS)
-    assert learnt(tokenizer, encode_one(tokenizer, CHAT[2:4])) == ["Four.<|im_end|>"]
+    assert supervised(tokenizer, encode_one(tokenizer, CHAT[2:4])) == ["Four.<|im_end|>"]
 
 
 def test_chat_without_an_answer_learns_nothing(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(read_template("chatml"), SPECIALS)
-    assert learnt(tokenizer, encode_one(tokenizer, CHAT[:2])) == []
+    assert supervised(tokenizer, encode_one(tokenizer, CHAT[:2])) == []
 
 
 def test_a_chat_that_cannot_be_rendered_says_why_and_spoils_no_other(make_tokenizer: MakeTokenizer) -> None:
@@ -189,7 +189,7 @@ def test_a_chat_that_cannot_be_rendered_says_why_and_spoils_no_other(make_tokeni
     refused, fine = encode_chats(tokenizer, [Chat(CHAT), Chat(CHAT[1:])])
     assert isinstance(refused, UnsuitedChat)
     assert "no system role" in str(refused)
-    assert learnt(tokenizer, fine) == ["Four.<|im_end|>", "Yes, four.<|im_end|>"]
+    assert supervised(tokenizer, fine) == ["Four.<|im_end|>", "Yes, four.<|im_end|>"]
 
 
 def test_an_answer_that_the_template_rewrites_is_refused(make_tokenizer: MakeTokenizer) -> None:

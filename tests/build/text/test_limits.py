@@ -95,8 +95,8 @@ class TestTruncation:
                 assert len(kept["input_ids"]) <= 40
                 assert len(kept.get("rejected", kept)["input_ids"]) <= 40
             assert data.report.train.cut == 1
-            learnt_tokens = sum(_supervised(kept) for kept in data.train)
-            assert data.report.train.supervised - data.report.train.supervised_lost == learnt_tokens
+            supervised_tokens = sum(_supervised(kept) for kept in data.train)
+            assert data.report.train.supervised - data.report.train.supervised_lost == supervised_tokens
 
     @pytest.mark.parametrize("form", LONG)
     def test_dropped_or_refused(self, form: str, prepare: Prepare) -> None:
@@ -202,11 +202,11 @@ class TestFaults:
             ("sft", {"messages": [{**FOUR, "name": 3}]}, "message 1: `name`: expected text, not int 3"),
             ("sft", {"messages": [{**FOUR, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
              "column `messages`: message 1: the arguments of call 1: not JSON"),
-            ("sft", {"messages": [{**FOUR, "function_call": {"name": "f"}}]}, "`function_call` is read by no template"),
+            ("sft", {"messages": [{**FOUR, "function_call": {"name": "f"}}]}, "no template uses `function_call`"),
             ("sft", {"messages": [FOUR], "tools": "[1]"}, "column `tools`: expected a list of tools, not str '[1]'"),
             ("sft", {"messages": [FOUR], "tools": "{"}, "column `tools`: a list of tools: not JSON"),
             ("sft", {"conversations": [{"from": "alien", "value": "x"}]},
-             "column `conversations`: turn 1: `from`: 'alien' is nobody known; known are system, human"),
+             "column `conversations`: turn 1: `from`: 'alien' is not a known role; known are system, human"),
             ("sft", {"conversations": [{"from": "gpt"}]}, "column `conversations`: turn 1: there is no `value`"),
             ("sft", {"instruction": 1, "output": "x"}, "column `instruction`: expected text, not int 1"),
             ("sft", {"instruction": "x", "output": "x", "input": ["y"]}, "column `input`: expected text, not list"),

@@ -60,7 +60,7 @@ def training_for(task: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     return {"task": task, "preference": {"loss_type": "kto"}} if judged else {"task": task}
 
 
-def learnt(tokenizer: PreTrainedTokenizerFast, row: Row) -> str:
+def supervised(tokenizer: PreTrainedTokenizerFast, row: Row) -> str:
     """The supervised tokens as text; a bar where some are left out."""
     runs, ids, labels = [""], row["input_ids"], row["labels"]
     for token, label in zip(ids, labels, strict=True):
@@ -136,7 +136,7 @@ class TestDetection:
     ) -> None:
         rows = [{"q": "two and two?", "a": " It is four."}]
         data = prepare(rows, columns={"prompt": "q", "completion": "a"})
-        assert learnt(tokenizer, data.train[0]) == f" It is four.{END}"
+        assert supervised(tokenizer, data.train[0]) == f" It is four.{END}"
 
     def test_a_column_that_the_form_does_not_read_is_not_mapped_in_silence(self, prepare: Prepare) -> None:
         rows = [{"text": "x", "body": "y"}]
@@ -150,7 +150,7 @@ class TestPromptCompletion:
     def test_texts_end_to_end(self, prepare: Prepare, tokenizer: PreTrainedTokenizerFast) -> None:
         (row,) = prepare([{"prompt": "What is two?", "completion": " It is four."}]).train
         assert tokenizer.decode(row["input_ids"]) == f"What is two? It is four.{END}"
-        assert learnt(tokenizer, row) == f" It is four.{END}"
+        assert supervised(tokenizer, row) == f" It is four.{END}"
 
     def test_a_token_of_both_is_warned_about(self, prepare: Prepare) -> None:
         (warning,) = prepare([{"prompt": "What? ", "completion": "It is four."}] * 2).report.warnings
@@ -165,7 +165,7 @@ class TestPromptCompletion:
         self, prompt: object, completion: object, prepare: Prepare, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         (row,) = prepare([{"prompt": prompt, "completion": completion}]).train
-        assert learnt(tokenizer, row) == f"Yes.{TURN}"
+        assert supervised(tokenizer, row) == f"Yes.{TURN}"
         chat = [AGAIN, YES] if prompt == "Sure?" else [ASKED, FOUR, AGAIN, YES]
         assert row["input_ids"] == tokenizer.apply_chat_template(chat, return_dict=False)
 
@@ -184,7 +184,7 @@ class TestPromptCompletion:
         rows = [{"prompt": [ASKED, FOUR, AGAIN], "completion": [YES]}]
         (row,) = prepare(rows, supervise=supervise).train
         whole = tokenizer.decode(row["input_ids"][1:])
-        assert learnt(tokenizer, row) == (expected or whole)
+        assert supervised(tokenizer, row) == (expected or whole)
         assert len(prepare(rows, "pretrain").train[0]["input_ids"]) == 1 + sum(
             label != IGNORED for label in prepare(rows, "pretrain").train[0]["labels"]
         )
@@ -199,7 +199,7 @@ class TestAlpaca:
             f"<|im_start|>system\nBe brief.{TURN}\n<|im_start|>user\nAdd.\n2 and 2{TURN}\n"
             f"<|im_start|>assistant\nIt is four.{TURN}\n"
         )
-        assert learnt(tokenizer, row) == f"It is four.{TURN}"
+        assert supervised(tokenizer, row) == f"It is four.{TURN}"
 
     def test_as_the_text_of_alpaca_where_there_is_none(self, prepare: Prepare, make_tokenizer: MakeTokenizer) -> None:
         base = make_tokenizer()
@@ -214,7 +214,7 @@ class TestAlpaca:
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             f"\n\n### Instruction:\nAdd.\n\n### Response:\nIt is four.{END}"
         )
-        assert [learnt(base, row) for row in rows] == [f"It is four.{END}"] * 2
+        assert [supervised(base, row) for row in rows] == [f"It is four.{END}"] * 2
 
 
 class TestShareGPT:
@@ -225,13 +225,13 @@ class TestShareGPT:
         roles = ("system", "user", "assistant", "user", "assistant")
         chat = [{"role": role, "content": value} for role, (_, value) in zip(roles, turns, strict=True)]
         assert row["input_ids"] == tokenizer.apply_chat_template(chat, return_dict=False)
-        assert learnt(tokenizer, row) == f"Four.{TURN}|Yes.{TURN}"
+        assert supervised(tokenizer, row) == f"Four.{TURN}|Yes.{TURN}"
         (row,) = prepare(rows, supervise="last").train
-        assert learnt(tokenizer, row) == f"Yes.{TURN}"
+        assert supervised(tokenizer, row) == f"Yes.{TURN}"
 
     def test_messages_under_that_name_are_taken(self, prepare: Prepare, tokenizer: PreTrainedTokenizerFast) -> None:
         (row,) = prepare([{"conversations": [ASKED, FOUR], "system": "Be brief."}]).train
-        assert learnt(tokenizer, row) == f"Four.{TURN}"
+        assert supervised(tokenizer, row) == f"Four.{TURN}"
         assert "Be brief." in tokenizer.decode(row["input_ids"])
 
 
@@ -253,8 +253,8 @@ class TestPreference:
         (pair,) = prepare([row], "preference").train
         assert pair["input_ids"] == tokenizer.apply_chat_template([ASKED, FOUR], return_dict=False)
         assert pair["rejected"]["input_ids"] == tokenizer.apply_chat_template([ASKED, FIVE], return_dict=False)
-        assert learnt(tokenizer, pair) == f"Four.{TURN}"
-        assert learnt(tokenizer, pair["rejected"]) == f"Five.{TURN}"
+        assert supervised(tokenizer, pair) == f"Four.{TURN}"
+        assert supervised(tokenizer, pair["rejected"]) == f"Five.{TURN}"
 
     @pytest.mark.parametrize(
         ("row", "chosen"),
@@ -270,11 +270,11 @@ class TestPreference:
         self, row: Mapping[str, Any], chosen: str, prepare: Prepare, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         (pair,) = prepare([row], "preference").train
-        assert learnt(tokenizer, pair) == chosen + END
+        assert supervised(tokenizer, pair) == chosen + END
 
     def test_kinds_that_cannot_be_compared(self, prepare: Prepare) -> None:
         (problem,) = refused(prepare, [{"chosen": "a", "rejected": [FOUR]}], "preference")
-        assert "of different kinds" in problem.message
+        assert "differ in kind" in problem.message
 
     def test_judged_answers(self, prepare: Prepare, tokenizer: PreTrainedTokenizerFast) -> None:
         rows = [
@@ -283,7 +283,7 @@ class TestPreference:
         ]
         good, bad = prepare(rows, "preference").train
         assert (good["target"], bad["target"]) == ([1.0], [0.0])
-        assert learnt(tokenizer, bad) == f"Five.{TURN}"
+        assert supervised(tokenizer, bad) == f"Five.{TURN}"
         (problem,) = refused(prepare, [{**rows[0], "label": "good"}], "preference")
         assert problem.message == "column `label`: expected true or false, not str 'good'"
 
@@ -314,7 +314,7 @@ def test_tools_and_calls_reach_the_template(
     assert f"<tools>\n{json.dumps(TOOLS[0])}\n</tools>" in text
     assert '<tool_call>\n{"name": "adding", "arguments": {"a": 2}}\n</tool_call>' in text
     assert "<tool_response>\n4\n</tool_response>" in text
-    assert learnt(base, found).endswith(f"Four.{TURN}")
+    assert supervised(base, found).endswith(f"Four.{TURN}")
 
 
 class TestLabelled:
@@ -343,13 +343,13 @@ class TestLabelled:
         data = prepare(rows, "classification", labels=["c", "b", "a"])
         assert [row["target"] for row in data.train] == [[1], [0]]
         (problem,) = refused(prepare, [{"text": "x", "label": "bb"}], "classification", labels=["c", "b", "a"])
-        assert problem.message == "column `label`: 'bb' is none of the classes (c, b, a); did you mean b?"
+        assert problem.message == "column `label`: 'bb' is not one of the classes (c, b, a); did you mean b?"
         assert str(problem.where).endswith("a.jsonl:1")
 
     @pytest.mark.parametrize("label", [-1, 0.5, -0.5])
     def test_what_is_no_class(self, label: float, prepare: Prepare) -> None:
         (problem,) = refused(prepare, [{"text": "x", "label": 1}, {"text": "x", "label": label}], "classification")
-        assert f"{label} is no class" in problem.message
+        assert f"{label} is not a class" in problem.message
         assert str(problem.where).endswith("a.jsonl:2")
 
     def test_whole_numbers_that_a_table_made_floats(self, prepare: Prepare) -> None:

@@ -110,7 +110,7 @@ EXPECTED: dict[str, tuple[Chat, list[str]]] = {
     ),
     "custom": (WITH_SYSTEM, ["Four.<|endoftext|>", "Yes.<|endoftext|>"]),
 }  # fmt: skip
-"""Template and case -> the conversation, and the learnt runs of tokens as text."""
+"""Template and case -> the conversation, and the supervised runs of tokens as text."""
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def tokenizer_of(make_tokenizer: MakeTokenizer, tmp_path: Path) -> Callable[[str
 TokenizerOf = Callable[[str], PreTrainedTokenizerFast]
 
 
-def learnt(tokenizer: PreTrainedTokenizerFast, row: Encoded | UnsuitedChat) -> list[str]:
+def supervised(tokenizer: PreTrainedTokenizerFast, row: Encoded | UnsuitedChat) -> list[str]:
     """The runs of supervised tokens, as text, read from the labels."""
     assert isinstance(row, Encoded), row
     edges = np.flatnonzero(np.diff(np.concatenate([[False], row.labels != IGNORED, [False]]).astype(int)))
@@ -147,7 +147,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, chat: Chat, what: Supervise = Sup
             {**one, **({"thinking": said} if said else {})} for one, said in zip(messages, thoughts, strict=True)
         ]
     assert row.input_ids.tolist() == tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
-    return learnt(tokenizer, row)
+    return supervised(tokenizer, row)
 
 
 def test_there_are_ten() -> None:
@@ -156,7 +156,7 @@ def test_there_are_ten() -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_answers_and_the_ends_of_their_turns_are_learnt(name: str, tokenizer_of: TokenizerOf) -> None:
+def test_answers_and_the_ends_of_their_turns_are_supervised(name: str, tokenizer_of: TokenizerOf) -> None:
     chat, expected = EXPECTED[name]
     assert encode(tokenizer_of(name.split()[0]), chat) == expected
 
@@ -279,7 +279,7 @@ def test_a_system_message_that_a_template_refuses_is_said_so(tokenizer_of: Token
     assert "System role not supported" in str(row)
 
 
-def test_no_token_of_the_next_turn_is_learnt(tokenizer_of: TokenizerOf) -> None:
+def test_no_token_of_the_next_turn_is_supervised(tokenizer_of: TokenizerOf) -> None:
     """Phi-3 ends a chat, not a turn, in `<|endoftext|>`, which begins like the header of the next turn."""
     (row,) = encode_chats(tokenizer_of("phi3"), [TURNS])
     assert isinstance(row, Encoded)

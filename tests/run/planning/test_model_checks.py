@@ -91,7 +91,7 @@ def test_a_lever_that_is_open_is_looked_at_with_its_plain_value(key, write):
 @pytest.mark.parametrize("key", UNSEARCHED)
 def test_auto_where_nothing_is_searched_is_refused_in_a_sentence(key, write):
     (problem,) = check_request(write(RECIPE), [f"{key}=auto"]).problems
-    assert (problem.key, problem.message) == (key, "cannot be 'auto', which no search decides")
+    assert (problem.key, problem.message) == (key, "cannot be 'auto', since no search decides it")
 
 
 @pytest.mark.parametrize("room", FOUND)
@@ -129,7 +129,7 @@ NEEDS_THE_SHAPE = {
     "a class within a graph": (
         ["fsdp.transformer_layer_cls=LlamaMLP", "training.compile=true"],
         "fsdp.transformer_layer_cls",
-        "is a part of it",
+        ", which contains",
     ),
     "an adapter of another dtype than a module next to it": (
         ["peft=lora", "peft.adapter_dtype=bfloat16", "peft.lora_modules_to_save=[input_layernorm]"],
@@ -162,7 +162,7 @@ NEEDS_THE_SHAPE = {
     "a plan of transformers' that is not built": (
         [*SHARED, "model.architecture.model_type=olmo2"],
         "fsdp.tensor_parallel_size",
-        "which is not built",
+        "which is not supported",
     ),
     "a window over several devices": (
         [
