@@ -140,8 +140,8 @@ def fault(word: str, path: Path, has_value: bool, deletes: bool, following: str 
     shown = _shown(word)
     name = str(path[0])
     if name == "hydra" or name.startswith(("hydra/", "hydra:", "hydra@")):
-        expected = "only launcher and sweeper settings, with -m"
-        return Problem(shown, "Hydra's own settings cannot be set", COMMAND_LINE, expected)
+        message = "Hydra's own settings cannot be set"
+        return Problem(shown, message, COMMAND_LINE, "only launcher and sweeper settings, with -m")
     if len(word) > MAX_WORD:
         return Problem(shown, f"is longer than {MAX_WORD} characters: write it in a file", COMMAND_LINE)
     if group_of(path) is None and key_at(path) is None:
