@@ -217,7 +217,7 @@ def test_what_the_check_warns_of_is_in_the_document(run, write, planner):
     words = ["training.empty_device_cache_steps=1", "gpu=h100_80gb"]
     _, out, err = run("plan", write(RECIPE), *words, "--json")
     first, last = json.loads(out)["warnings"]
-    assert first.startswith("training.empty_device_cache_steps: returns only blocks that nothing uses")
+    assert first.startswith("training.empty_device_cache_steps: returns only unused blocks")
     assert "\n" not in first
     assert last == "of the plan"
     assert "empty_device_cache_steps" in err

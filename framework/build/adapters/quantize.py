@@ -62,13 +62,13 @@ def refuse_other_packing(config: TrainingConfig, architecture: PretrainedConfig)
         raise RequestError([Problem("fsdp.enable_fsdp", message, expected=works)])
     peft, bits = config.peft, 4 if settings.get("load_in_4bit") else 8
     code, nested = settings.get("bnb_4bit_quant_type", "fp4"), bool(settings.get("bnb_4bit_use_double_quant"))
-    kind, asked = kind_name(bits, code, nested), "not quantised"
+    kind, asked = kind_name(bits, code, nested), "no quantization"
     if config.training.use_peft and peft.q_lora:
         asked = kind_name(peft.q_lora_bits, str(peft.bnb_4bit_quant_type), peft.use_bnb_nested_quant)
     keys = {"peft.q_lora_bits": str(bits)}
     keys |= {"peft.bnb_4bit_quant_type": code, "peft.use_bnb_nested_quant": str(nested).lower()} if bits == 4 else {}
-    words = " ".join(f"{key}={value}" for key, value in keys.items())
-    expected = f"peft=qlora {words}, or the unquantized checkpoint"
+    options = " ".join(f"{key}={value}" for key, value in keys.items())
+    expected = f"peft=qlora {options}, or the unquantized checkpoint"
     if asked != kind:
         message = f"the weights of {config.model.model_name} are stored as {kind}, and the run asks for {asked}"
         raise RequestError([Problem("peft.q_lora", message, expected=expected)])

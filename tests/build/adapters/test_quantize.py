@@ -172,10 +172,10 @@ QLORA = {"q_lora": True, "q_lora_bits": 4, "bnb_4bit_quant_type": "nf4"}
 @pytest.mark.parametrize(
     ("stored", "peft", "word"),
     [
-        (STORED, None, "asked for is not quantised"),
-        (STORED, {}, "asked for is not quantised"),
-        (STORED, {**QLORA, "q_lora_bits": 8}, "stored as 4-bit nf4, and asked for is 8-bit"),
-        (STORED, {**QLORA, "use_bnb_nested_quant": True}, "asked for is 4-bit nf4, nested scales"),
+        (STORED, None, "the run asks for no quantization"),
+        (STORED, {}, "the run asks for no quantization"),
+        (STORED, {**QLORA, "q_lora_bits": 8}, "stored as 4-bit nf4, and the run asks for 8-bit"),
+        (STORED, {**QLORA, "use_bnb_nested_quant": True}, "the run asks for 4-bit nf4, nested scales"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, QLORA, "stored as 8-bit"),
         (STORED, {**QLORA, "peft_method": "loftq"}, "loftq needs the quantization error"),
         (STORED, QLORA, None),

@@ -134,7 +134,7 @@ def test_a_policy_that_finds_nothing_to_keep_stops_the_run(monkeypatch: pytest.M
 
 def test_a_model_without_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("framework.build.levers.activations.transformer_blocks", lambda model: [])
-    with pytest.raises(RequestError, match="LlamaForCausalLM has no blocks that transformers knows of"):
+    with pytest.raises(RequestError, match="LlamaForCausalLM has no known transformer blocks"):
         tiny_assembly(config(ON))
 
 

@@ -196,7 +196,7 @@ def test_a_model_without_known_blocks_can_only_be_compiled_whole(monkeypatch):
         pass
 
     monkeypatch.setattr(compiled, "GradientCheckpointingLayer", Unknown)
-    with pytest.raises(RequestError, match=r"training\.compile_scope: .* has no blocks"):
+    with pytest.raises(RequestError, match=r"training\.compile_scope: .* has no known transformer blocks"):
         build()
 
 

@@ -181,7 +181,7 @@ def test_what_cannot_be_computed_is_refused_by_name(architecture, training, word
 
 def test_a_family_whose_term_is_another_is_refused_unless_it_is_switched_off():
     doge = {**LLAMA, "model_type": "doge", "is_moe": True, "num_experts": 16, "num_experts_per_tok": 4, **ASKED}
-    with pytest.raises(RequestError, match="doge is not built"):
+    with pytest.raises(RequestError, match="doge is not supported"):
         tiny_assembly(config(doge))
     off = tiny_assembly(config(doge, {"router_aux_loss_coef": 0}))  # whose forward fails in transformers 5.17
     assert off.objective.routers is None

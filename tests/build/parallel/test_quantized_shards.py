@@ -260,7 +260,7 @@ def test_bytes_that_a_cast_would_take_for_numbers_are_refused_before_weights_arr
 
     store_as = packed_shards.store_as
     monkeypatch.setattr(packed_shards, "store_as", lambda storage, model: store_as(torch.float32, model))
-    with pytest.raises(RequestError, match="packed bytes as float32 and would be gathered in bfloat16 and float32"):
+    with pytest.raises(RequestError, match="quantized bytes as float32 and would be gathered in bfloat16 and float32"):
         record(case("mixed", 2, tmp_path, model={"load_pretrained_weights": False}))
 
 

@@ -102,7 +102,7 @@ def test_half_precision_chunks_are_near_whole_logits():
         ({"architecture": {**WIDE, "vocab_size": 130}}, "training.teacher.model_name", "130 tokens in its vocabulary"),
         ({"architecture": {**WIDE, "max_position_embeddings": 16}}, "model.model_max_length", "teacher's 16 positions"),
         ({"architecture": {**WIDE, "hiden_size": 3}}, "training.teacher.architecture.hiden_size", "is not a key"),
-        ({"architecture": {"model_type": "bert"}}, "training.teacher.architecture.is_decoder", "both ways"),
+        ({"architecture": {"model_type": "bert"}}, "training.teacher.architecture.is_decoder", "bidirectional"),
     ],
 )
 def test_a_teacher_of_another_kind_is_refused(teacher, key, words):
