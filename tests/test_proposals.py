@@ -89,7 +89,7 @@ def test_a_model_in_place_of_a_recipe(word, tmp_path, monkeypatch):
     save_model(tmp_path / "base")
     (tmp_path / "chats.jsonl").write_text('{"messages": []}')
     (problem,) = check_request(word).problems
-    assert "and no recipe" in problem.message
+    assert "not a recipe" in problem.message
     recipe, override = str(problem.nearest).split()
     assert recipe == "finetune_local"
     assert override.removeprefix("model.model_name=") in ("base", "./base")

@@ -178,4 +178,4 @@ def test_a_run_of_trusted_code_is_planned_trained_asked_and_merged(base, recipe,
         assert main(command) == 2
         base[1].unlink(missing_ok=True)
         assert main([*command, "--trust-remote-code"]) == 0, told(capsys)
-        assert "no revision is named" in told(capsys)
+        assert "no revision is set" in told(capsys)

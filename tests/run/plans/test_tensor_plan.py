@@ -110,7 +110,7 @@ def test_the_plan_says_what_is_shared_and_what_cards_took():
             "no plan of how the blocks of gpt2",
         ),
         ({**SHAPE, "model_type": "olmo2"}, "plan for olmo2 has colwise_gather_output, rowwise_split_input, which is"),
-        ({**SHAPE, "model_type": "cohere", "use_qk_norm": True}, r"says nothing of .*self_attn\.q_norm\.weight"),
+        ({**SHAPE, "model_type": "cohere", "use_qk_norm": True}, r"does not mention .*self_attn\.q_norm\.weight"),
     ],
 )
 def test_models_that_cannot_be_cut_so_are_refused_with_what_can(shape, said):
