@@ -93,7 +93,7 @@ def test_time_has_the_sums_and_speed_is_of_one_device():
 
 def test_the_plan_says_what_is_shared_and_what_cards_took():
     plan = rehearse(config(2, card={"name": "cpu"}))
-    said = "21 tensors are in 2 parts, one on each device of a group; embedding and head are whole"
+    said = "21 tensors are in 2 parts, one on each device of a group; embedding and head are replicated"
     assert said in plan.assumptions
     plan = rehearse(config(2))
     assert any(f"band ({Band.TENSOR})" in line for line in plan.assumptions)
