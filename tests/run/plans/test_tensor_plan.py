@@ -107,7 +107,7 @@ def test_the_plan_says_what_is_shared_and_what_cards_took():
         ({**SHAPE, "intermediate_size": 1023}, "1,023 inner features of llama are not 2 equal parts"),
         (
             {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64},
-            "no plan of how the blocks of gpt2",
+            "no tensor-parallel plan for gpt2",
         ),
         ({**SHAPE, "model_type": "olmo2"}, "plan for olmo2 has colwise_gather_output, rowwise_split_input, which is"),
         ({**SHAPE, "model_type": "cohere", "use_qk_norm": True}, r"does not mention .*self_attn\.q_norm\.weight"),
