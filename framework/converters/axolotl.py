@@ -1,4 +1,4 @@
-"""Axolotl: what its tables cannot say."""
+"""Conversions of Axolotl beyond its tables."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ _PURE = "Axolotl trains weights held in bfloat16; float32 would keep masters, 8 
 
 
 def translate(t: Translation) -> None:
-    """Fills the translation. Raises RequestError for what is not a recipe of supervised or preference training."""
+    """Fill the translation. Raises RequestError if it is not a recipe of supervised or preference training."""
     rows, source = table("axolotl"), t.source
     refuse(t, rows)
     carry_optimizer(t, "optimizer")
@@ -74,7 +74,7 @@ def _batch(t: Translation) -> None:
 
 
 def _plugins(t: Translation) -> None:
-    """Losses without logits; Liger has keys of its own."""
+    """Losses without logits; Liger has its own keys."""
     for plugin in t.source.strings("plugins"):
         if "cut_cross_entropy" in plugin:
             t.put("model.chunked_loss", True, "plugins", comment="the logits are never built, as with its plugin")
@@ -112,7 +112,7 @@ def _adapter(t: Translation) -> None:
 
 
 def _rates(t: Translation) -> None:
-    """Rates of some weights: Axolotl finds names that contain a text, ours are parts of names."""
+    """Rates of some weights: Axolotl matches names that contain a text, ours match parts of names."""
     source, groups, used = t.source, list[dict[str, Any]](), list[str]()
     for item in source.items("lr_groups"):
         rate = source.number(f"{item}.lr")
@@ -153,7 +153,7 @@ def _sharding(t: Translation) -> None:
 
 
 def _precision(t: Translation) -> None:
-    """Axolotl loads weights in bfloat16 where `bf16` is set, frozen or trained; sharded they get float32 masters."""
+    """Axolotl loads frozen and trained weights in bfloat16 if `bf16` is set; sharded ones get float32 masters."""
     source = t.source
     fp16 = source.get("fp16") is True or source.get("float16") is True
     is_unsaid = "bf16" not in source.leaves and not fp16  # `auto` is its default
@@ -204,7 +204,7 @@ def _recording(t: Translation) -> None:
 
 
 def _trackers(t: Translation) -> None:
-    """Trackers by the keys that ask for one; the first that is named names the project and the run."""
+    """Trackers by the keys that enable them; the first one sets the project and the run name."""
     used: dict[str, list[str]] = {}
     for tracker, (asking, project, run) in table("axolotl")["trackers"].items():
         if keys := [key for key in asking.split() if t.source.get(key)]:
@@ -223,11 +223,11 @@ CARRIED = (
     "message_property_mappings.role", "message_property_mappings.content",
     "message_field_role", "message_field_content",
 )  # fmt: skip
-"""Keys of a source that ours is made of, unless something was said of them."""
+"""Keys of a source that ours is made of, except those with an entry."""
 
 
 def carry_data(t: Translation) -> None:
-    """Sources, their forms, which tokens are trained on, and what is held out."""
+    """Sources, their formats, the supervised tokens, and the held-out rows."""
     source = t.source
     for section, ours in {"datasets": "train", "pretraining_dataset": "train", "test_datasets": "eval"}.items():
         found, of = [], []
@@ -255,7 +255,7 @@ def carry_data(t: Translation) -> None:
 
 
 def _carry_length(t: Translation) -> None:
-    """Rows that are too long are dropped there, but texts of `completion` are cut into several."""
+    """Axolotl drops rows that are too long, but cuts texts of `completion` into several."""
     key, word = "excess_length_strategy", t.source.text("excess_length_strategy") or "drop"
     kinds = {t.source.text(f"{item}.type") for item in t.source.items("datasets")}
     if word in LENGTHS and t.has("data.train") and not kinds & {"completion", "pretrain"}:
@@ -263,7 +263,7 @@ def _carry_length(t: Translation) -> None:
 
 
 def _source(t: Translation, item: str) -> dict[str, Any]:
-    """One source. What of it is not carried is left."""
+    """One source. Values that are not converted are left."""
     get, path = t.source.get, t.source.get(f"{item}.path")
     if not isinstance(path, str):
         return {}
@@ -281,7 +281,7 @@ def _source(t: Translation, item: str) -> dict[str, Any]:
 
 
 def _form(t: Translation, item: str) -> dict[str, Any]:
-    """Form and columns of a source, by its `type`."""
+    """Format and columns of a source, by its `type`."""
     source = t.source
     kind = source.text(f"{item}.type")
     messages, mappings = source.get(f"{item}.field_messages"), f"{item}.message_property_mappings"

@@ -1,4 +1,4 @@
-"""From a file to our YAML: which tool wrote it, what its tables make of it, and what of that holds here."""
+"""Conversion of a file to our YAML: detection of its tool, translation by its tables, and validation by our schema."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,28 +19,28 @@ from framework.text import dump
 
 @dataclass(frozen=True)
 class Conversion:
-    """Our YAML, and what of the file is not in it."""
+    """Our YAML, and the values of the file that are not in it."""
 
     tool: str
     recipe: str
     left: tuple[Left, ...]
     carried: Mapping[str, tuple[str, ...]]
-    """Key of theirs -> the keys of ours that were made of it."""
+    """Key of theirs -> our keys made of it."""
     total: int
-    """Values of the file, lists of scalars as one."""
+    """Values of the file, counting lists of scalars as one."""
     cautions: tuple[str, ...] = ()
-    """What `tunesmith check` would still say of the recipe."""
+    """Remaining problems that `tunesmith check` finds in the recipe."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool, by what its files have."""
+    """A tool, detected by its files' keys."""
 
     name: str
     is_of: Callable[[Source], bool]
     translate: Callable[[Translation], None]
     sign: str
-    """The keys that were looked for, in words."""
+    """Description of the keys that identify it."""
 
 
 TOOLS = (
@@ -69,7 +69,7 @@ TOOLS = (
         "`model.model_name` next to `data.train.datasets` or `training.trainer_type`",
     ),
 )  # fmt: skip
-"""Those whose sign is the plainest come first."""
+"""Tools, those with the most specific keys first."""
 _OTHER_WORK = {
     "tasks": "an evaluation",
     "generation": "inference",
@@ -80,10 +80,10 @@ _OTHER_WORK = {
 
 
 def convert(path: Path) -> Conversion:
-    """The recipe of another tool as one of ours.
+    """Convert a recipe of another tool to ours.
 
     Raises:
-        RequestError: for a file that cannot be read or is no mapping, one of no known tool, and one of what is not ours
+        RequestError: for a file that cannot be read, is not a mapping, belongs to no known tool, or is unsupported
             (evaluation, rollouts, images and sound).
     """
     problems: list[Problem] = []
@@ -121,7 +121,7 @@ def _tool_of(source: Source) -> Tool:
 
 WIDTH = 118
 EDITED = "training"
-"""The section that people change from run to run: a line for each key."""
+"""The section that changes most often between runs: one line per key."""
 SECTIONS = ("model", "training", "peft", "fsdp", "data")
 
 
@@ -154,7 +154,7 @@ def _section(name: str, inside: dict[str, Any], t: Translation) -> list[str]:
 
 
 def _wrapped(name: str, inside: dict[str, Any]) -> list[str]:
-    """A section in brackets, on as few lines as it needs."""
+    """A section in brackets, on as few lines as possible."""
     lines = [f"{name}: {{"]
     for key, value in inside.items():
         part = f"{_word(key)}: {_flow(value)}, "

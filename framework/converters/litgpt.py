@@ -1,4 +1,4 @@
-"""litgpt: what its tables cannot say."""
+"""Conversions of litgpt beyond its tables."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from framework.converters.translation import Translation, Why
 
 
 def translate(t: Translation) -> None:
-    """Fills the translation. Raises RequestError for a file that trains nothing."""
+    """Fill the translation. Raises RequestError if the file trains nothing."""
     source = t.source
     if not (source.has("train") and source.has("optimizer")):
         message = "this file trains nothing: it lacks `train` or `optimizer`"
@@ -50,7 +50,7 @@ def _model(t: Translation, is_pretraining: bool) -> None:
 
 
 def _written_shape(t: Translation) -> dict[str, Any] | None:
-    """A shape that is written out, when it is a Llama's."""
+    """A written-out shape, if it is a Llama's."""
     get = t.source.get
     is_llama = get("model_config.mlp_class_name") == "LLaMAMLP" and get("model_config.norm_class_name") == "RMSNorm"
     if not is_llama:
@@ -62,12 +62,12 @@ def _written_shape(t: Translation) -> dict[str, Any] | None:
 
 
 def _world(t: Translation) -> int:
-    """Devices of all nodes; one where `auto` leaves them to the machine."""
+    """Devices of all nodes; one if `auto` leaves the number to the machine."""
     return int((t.source.number("devices") or 1) * (t.source.number("num_nodes") or 1))
 
 
 def _devices(t: Translation, is_pretraining: bool) -> None:
-    """Several devices shard, which no key of litgpt's tells; those that finetune recompute blocks then."""
+    """litgpt shards on several devices, without a key for it, and then recomputes blocks when finetuning."""
     world = _world(t)
     if world <= 1:
         return
@@ -80,7 +80,7 @@ def _devices(t: Translation, is_pretraining: bool) -> None:
 
 
 def _batch(t: Translation) -> None:
-    """litgpt drops the rests of its divisions, by the devices and by the rows of each; ours must be whole."""
+    """litgpt drops the remainders of its divisions by devices and by rows per device; ours must be exact."""
     source, world = t.source, _world(t)
     micro, total = source.number("train.micro_batch_size") or 1, source.number("train.global_batch_size")
     if total is None:

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: what its tables cannot say."""
+"""Conversions of LLaMA-Factory beyond its tables."""
 
 from typing import Any
 
@@ -22,11 +22,11 @@ from framework.converters.translation import Translation, Why
 TOOL = "LLaMA-Factory"
 _LOOKED_UP = "LLaMA-Factory finds it by its dataset_info.json: write its file or hub name"
 _FOLDER = "data"
-"""`dataset_dir` where none is written."""
+"""Default of `dataset_dir`."""
 
 
 def translate(t: Translation) -> None:
-    """Fills the translation. Raises RequestError for what is not a recipe of supervised or preference training."""
+    """Fill the translation. Raises RequestError if it is not a recipe of supervised or preference training."""
     rows = table("llamafactory")
     _refuse_without_training(t)
     refuse(t, rows)
@@ -66,7 +66,7 @@ def _refuse_without_training(t: Translation) -> None:
 
 
 def _checkpointing(t: Translation) -> None:
-    """On unless it is switched off there, whatever transformers' own key says."""
+    """On unless LLaMA-Factory's own key disables it, regardless of transformers' key."""
     is_off = t.source.get("disable_gradient_checkpointing") is True
     keys = ("disable_gradient_checkpointing", "gradient_checkpointing")
     comment = "" if any(t.source.has(key) for key in keys) else "LLaMA-Factory's default"
@@ -125,7 +125,7 @@ def _optimizers(t: Translation) -> None:
 
 
 def _precision(t: Translation) -> None:
-    """Trained weights are float32 unless `pure_bf16`; frozen ones are in the dtype of autocast."""
+    """Trained weights are float32 unless `pure_bf16`; frozen weights have the autocast dtype."""
     source = t.source
     if source.get("pure_bf16") is True:
         put_precision(t, "bfloat16", "none", "pure_bf16", "bf16")

@@ -1,4 +1,4 @@
-"""Oumi: what its tables cannot say."""
+"""Conversions of Oumi beyond its tables."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _ONLY_ANSWERS = "text_completions_only_with_padding"
 
 
 def translate(t: Translation) -> None:
-    """Fills the translation. Raises RequestError for what is not a recipe of supervised or preference training."""
+    """Fill the translation. Raises RequestError if it is not a recipe of supervised or preference training."""
     rows, source = table("oumi"), t.source
     refuse(t, rows)
     _refuse_images(t)
@@ -56,7 +56,7 @@ def _refuse_images(t: Translation) -> None:
 
 
 def _schedule_end(t: Translation) -> None:
-    """The last rate, which Oumi writes as a share of the peak under the arguments of the schedule."""
+    """The final rate, in Oumi a share of the peak among the schedule's arguments."""
     source, key = t.source, "training.lr_scheduler_kwargs.min_lr_rate"
     share, rate = source.number(key), source.number("training.learning_rate")
     if share is not None and rate is not None and t.has("training.lr_scheduler_type", "cosine_with_min_lr"):
@@ -128,7 +128,7 @@ def _data(t: Translation) -> None:
 
 
 def _source(t: Translation, item: str) -> tuple[dict[str, Any], list[str]]:
-    """One source, and the keys it was made of."""
+    """One source, and the keys that it was made of."""
     source, used = t.source, [f"{item}.dataset_name"]
     name, path = source.get(f"{item}.dataset_name"), source.get(f"{item}.dataset_path")
     on_hub = source.get(f"{item}.dataset_kwargs.hf_dataset_path")

@@ -1,4 +1,5 @@
-"""What holds here of what the tables made: defaults go, what our schema or its rules refuse is left and told."""
+"""Validation of converted entries: defaults are removed, and values that our schema or rules refuse are reported as
+left."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,29 +19,30 @@ from framework.schema.renamed import OLD_NAMES
 from framework.schema.rules.every import Needs, find_conflicts
 
 NEEDED = ("model.torch_dtype_str", "training.mixed_precision_dtype")
-"""Keys whose default depends on what is trained."""
+"""Keys whose default depends on the trained weights."""
 AS_UNSET = {
     "training.tf32": False,
     "training.gradient_accumulation_steps": 1,
     "training.warmup_steps": 0,
     "model.attn_implementation": "sdpa",
 }
-"""What keys do whose default is not a value (sdpa where the model supports it)."""
+"""Effective defaults of keys whose default is not a value (sdpa if the model supports it)."""
 GIVEN_UP_FIRST = (
     "model.chunked_loss", "model.enable_liger_kernel", "training.compile", "training.activation_offload",
     "training.gradient_checkpointing_kwargs.use_reentrant", "training.optimizer_in_backward", "training.fp8",
     "fsdp.cpu_offload", "fsdp.forward_prefetch", "data.workers",
 )  # fmt: skip
-"""Keys that cost memory or time alone, and not the training result: of a pair that clashes these are left out."""
+"""Keys that affect only memory or time, not the training result: in a conflict, these are left out."""
 _CARD = {"name": "h100_80gb", "capability": "9.0", "bf16_flops": 1e15}
-"""A card that has what any of these recipes asks of one: which card is used the recipe does not say."""
+"""A card that supports everything in these recipes, which do not name their card."""
 _SHARDS = 2
-"""Devices that a sharded recipe is tried on: the fewest there can be."""
+"""Devices for checking a sharded recipe: the minimum."""
 
 
 def settle(t: Translation) -> tuple[str, ...]:
-    """Leaves entries that hold, and says of every value what became of it. What is returned no entry can mend."""
-    # The shipped model of that name, which planning needs no network for.
+    """Remove entries that do not validate, and record the result for every value. Returns problems that no entry can
+    fix."""
+    # The shipped model of that name, planned without network.
     if t.has("model.model_name") and not t.has("model.architecture"):
         t.preset = _presets().get(str(t.entries["model.model_name"].value), "")
     _put_what_goes_together(t)
@@ -85,7 +87,7 @@ def _presets() -> dict[str, str]:
 
 
 def _put_what_goes_together(t: Translation) -> None:
-    """Keys that ours needs next to one of theirs."""
+    """Keys that ours requires together with one of theirs."""
     if t.has("model.load_pretrained_weights", False) and not (t.preset or t.has("model.architecture")):
         t.head.append("It starts from random weights there: add model.architecture, load_pretrained_weights: false")
     if t.has("data.streaming", True) and not t.has("training.max_steps"):
@@ -104,7 +106,7 @@ def _put_what_goes_together(t: Translation) -> None:
 
 
 def _put_what_can_be_sharded(t: Translation) -> None:
-    """Small states and 8-bit weights give way to sharding, which the file asks for as well."""
+    """Small states and 8-bit weights are dropped in favour of sharding, which the file also requests."""
     if not t.has("fsdp.enable_fsdp", True):
         return
     optimizer = t.entries.get("training.optimizer")
@@ -119,7 +121,7 @@ def _put_what_can_be_sharded(t: Translation) -> None:
 
 
 def _drop_invalid(t: Translation) -> None:
-    """Values that are none of ours, with what would be."""
+    """Invalid values, with valid alternatives."""
     for ours in [ours for ours, entry in t.entries.items() if "${" in str(entry.value)]:
         t.drop(ours, Why.WRITE, f"{ours}: the reference in it leads nowhere")
     problems: list[Problem] = []
@@ -134,7 +136,7 @@ def _drop_invalid(t: Translation) -> None:
 
 
 def _drop_conflicts(t: Translation) -> tuple[str, ...]:
-    """The first of the keys that do not go together is given up, until all do."""
+    """Remove the first of the conflicting keys, until none conflict."""
     needs = Needs(model=True)
     for _ in range(len(t.entries)):
         config = _config(t)
@@ -154,7 +156,7 @@ def _drop_conflicts(t: Translation) -> tuple[str, ...]:
 
 
 def _entry(t: Translation, key: str) -> str:
-    """The entry that a key of a conflict is, is inside of, or has inside it; empty where there is none."""
+    """The entry at, above or below a conflict's key; empty if there is none."""
     around = (ours for ours in t.entries if f"{key}.".startswith((f"{ours}.", f"{ours}[")))
     inside = (ours for ours in t.entries if ours.startswith(f"{key}."))
     return next(iter([*around, *inside]), "")
@@ -170,7 +172,7 @@ def _config(t: Translation) -> TrainingConfig:
 
 
 def _drop_defaults(t: Translation) -> None:
-    """Entries that say what is so anyway."""
+    """Entries equal to the defaults."""
     unset = {dotted(path): value for path, value in values(TrainingConfig())} | AS_UNSET
     if not t.has("training.use_peft", True):
         # Trained weights are float32 unless it is said, and bfloat16 ones have no autocast.
@@ -190,7 +192,7 @@ def _drop_defaults(t: Translation) -> None:
 
 
 def _as_read(row: Left, misread: Mapping[str, str]) -> Left:
-    """A value of another kind than theirs was not understood, so it cannot be said to be the default."""
+    """A value of the wrong type was not understood, so it cannot count as the default."""
     if row.why is not Why.DEFAULT or row.key not in misread:
         return row
     return replace(row, why=Why.ABSENT, text=f"not read: {misread[row.key]} is expected there")
@@ -201,7 +203,7 @@ def _shown(value: object) -> str:
 
 
 def _name_the_rest(t: Translation) -> None:
-    """Every value that nothing has become of, with what others that ask for it are told."""
+    """Leave every value without a result, with its reason."""
     for key in filter(t.is_open, t.source.leaves):
         name = ".".join(part.partition("[")[0] for part in key.split("."))
         old = OLD_NAMES.get(name) or OLD_NAMES.get(name.rpartition(".")[2])
@@ -209,5 +211,5 @@ def _name_the_rest(t: Translation) -> None:
         if old and old.use:
             why, text = Why.WRITE, f"{old.use} ({old.how})" if old.how else old.use
         if key in t.source.misread:
-            why = Why.DEFAULT  # of which it is said below that it was not read
+            why = Why.DEFAULT  # reported below as not read
         t.leave_unless_off(key, why, text)

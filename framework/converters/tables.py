@@ -31,7 +31,7 @@ WHY = {"absent": Why.ABSENT, "default": Why.DEFAULT, "not_ours": Why.NOT_OURS, "
 
 @cache
 def table(name: str) -> dict[str, Any]:
-    """The table of that name."""
+    """The named table."""
     rows: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "tables" / f"{name}.yaml").read_text("utf-8"))
     return rows
 
@@ -52,14 +52,14 @@ def refuse(t: Translation, rows: Mapping[str, Any]) -> None:
 
 
 def apply(t: Translation, rows: Mapping[str, Any], tool: str) -> None:
-    """Carries what a table, or a group of one, says. Where two keys set the same one of ours, the first does."""
+    """Apply a table, or a group of one. If two keys set the same key of ours, the first one applies."""
     for theirs, targets in rows.get("values", {}).items():
         for ours, choices in targets.items():
             _carry_value(t, theirs, ours, choices)
     for theirs, ours in rows.get("same", {}).items():
         value = t.source.get(theirs)
         if value is not None and all(theirs != row.key for row in t.left):
-            t.source.misread.pop(theirs, None)  # by the words that go before it
+            t.source.misread.pop(theirs, None)  # by the preceding words
             _put(t, ours, value, theirs)
     for theirs, targets in rows.get("defaults", {}).items():
         for ours, value in targets.items():
@@ -70,7 +70,7 @@ def apply(t: Translation, rows: Mapping[str, Any], tool: str) -> None:
 
 
 def leave(t: Translation, rows: Mapping[str, Any], section: str = "") -> None:
-    """Gives the reasons of `left` for the values that nothing has become of; the keys are those inside `section`."""
+    """Record the reasons of `left` for values without a result; keys are relative to `section`."""
     for part, switch in rows.get("switches", {}).items():
         if t.source.get(switch) is not True:
             for key in filter(t.is_open, list(t.source.below(part))):
@@ -91,7 +91,7 @@ def _carry_value(t: Translation, theirs: str, ours: str, choices: Mapping[Any, A
     named = {str(choice).lower(): found for choice, found in choices.items()}
     matched = next((choice for choice in named if choice != "else" and fnmatchcase(word, choice)), "else")
     if matched not in named:
-        t.source.text(theirs)  # a value that is no word is noted there
+        t.source.text(theirs)  # a value that is not a text is recorded there
         return
     found = named[matched]
     reason = next(iter(found), "") if isinstance(found, dict) else ""
@@ -122,7 +122,7 @@ OTHER_KERNEL = {"xformers": "sdpa's memory-efficient kernel is that of xformers"
 
 
 def carry_optimizer(t: Translation, key: str) -> None:
-    """The optimizer by its name in transformers."""
+    """The optimizer, by its name in transformers."""
     word = t.source.text(key)
     name = table("transformers")["optimizers"].get(word, word)
     if name in {str(choice) for choice in Optimizer}:
@@ -132,7 +132,7 @@ def carry_optimizer(t: Translation, key: str) -> None:
 
 
 def carry_schedule(t: Translation, schedule: str, ratio: str, steps: str) -> None:
-    """Shape of the rate and its warm-up. Hugging Face's `constant` has none, whatever is written next to it."""
+    """Schedule and warm-up. Hugging Face's `constant` never has a warm-up."""
     word = t.source.text(schedule)
     if word in {str(choice) for choice in Scheduler} or word == "constant_with_warmup":
         t.put("training.lr_scheduler_type", word.removesuffix("_with_warmup"), schedule)
@@ -155,7 +155,7 @@ def carry_schedule(t: Translation, schedule: str, ratio: str, steps: str) -> Non
 
 
 def carry_steps(t: Translation, key: str) -> None:
-    """The length in steps; transformers writes -1 for none."""
+    """The length in steps; -1 means none in transformers."""
     steps = t.source.number(key)
     if steps is not None and steps <= 0:
         t.leave(key, Why.DEFAULT, "off: the epochs count")
@@ -164,7 +164,7 @@ def carry_steps(t: Translation, key: str) -> None:
 
 
 def carry_per_epoch(t: Translation, key: str, ours: str) -> None:
-    """How often in an epoch: once is `epoch`, more often a share of the run's epochs, which are carried before."""
+    """Times per epoch: once is `epoch`, more often a share of the run's epochs, which must be converted first."""
     count, epochs = t.source.number(key), t.entries.get("training.num_train_epochs")
     if not count or count < 0:
         return t.leave(key, Why.DEFAULT, "none in between")
@@ -176,7 +176,7 @@ def carry_per_epoch(t: Translation, key: str, ours: str) -> None:
 
 
 def carry_attention(t: Translation, key: str) -> None:
-    """The attention kernel; kernels that are fetched from a hub are those of the package of that name."""
+    """The attention kernel; hub kernels are those of the package of the same name."""
     word = t.source.text(key)
     name = table("transformers")["attention"].get(word, Attention.other_spellings().get(word, word))
     if name in {str(choice) for choice in Attention}:
@@ -202,7 +202,7 @@ def carry_trackers(t: Translation, key: str) -> None:
 
 
 def carry_deepspeed_file(t: Translation, key: str) -> None:
-    """A file of DeepSpeed settings, which its name tells the stage of: it is another file, and not read."""
+    """A file of DeepSpeed settings, whose name gives the stage: the separate file is not read."""
     word = t.source.text(key)
     if not word:
         return
@@ -227,7 +227,7 @@ def carry_stage(t: Translation, stage: int, is_on_host: bool, *of: str) -> None:
 
 
 def carry_layer_class(t: Translation, key: str) -> None:
-    """The class of the blocks; a list of several is left to be inferred."""
+    """The class of the blocks; a list of several is inferred instead."""
     classes = t.source.get(key)
     if isinstance(classes, str) and "," not in classes:
         t.put("fsdp.transformer_layer_cls", classes, key)
@@ -244,7 +244,7 @@ def put_precision(t: Translation, held: str | None, computed: str | None, *of: s
 
 
 def carry_share(t: Translation, key: str) -> None:
-    """A validation set cut from the training rows: a share of them, or so many of the one source."""
+    """A validation set split from the training rows: a share, or a number of rows of a single source."""
     size = t.source.number(key)
     sources = t.entries.get("data.train")
     if not size:
@@ -260,10 +260,10 @@ def carry_share(t: Translation, key: str) -> None:
 
 
 def product(share: float, whole: float) -> float:
-    """The part of a number, without the noise of binary fractions."""
+    """A fraction, without binary rounding noise."""
     return float(f"{share * whole:.12g}")
 
 
 def first_rows(source: dict[str, Any], count: int) -> dict[str, Any]:
-    """The source, of its first rows alone."""
+    """The source, limited to its first rows."""
     return {**source, "split": f"{source.get('split', 'train')}[:{count}]"}

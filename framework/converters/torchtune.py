@@ -1,4 +1,4 @@
-"""torchtune: what its tables cannot say."""
+"""Conversions of torchtune beyond its tables."""
 
 import re
 from typing import Any
@@ -11,13 +11,13 @@ _PROMPTS_TOO = "torchtune's Alpaca trains on the prompts too"
 
 
 def component(t: Translation, section: str) -> str:
-    """Last part of the name of the code that builds a section."""
+    """Last part of the name of a section's builder."""
     value = t.source.get(f"{section}._component_")
     return value.rpartition(".")[2] if isinstance(value, str) else ""
 
 
 def translate(t: Translation) -> None:
-    """Fills the translation. Raises RequestError for what is not a recipe of supervised or preference training."""
+    """Fill the translation. Raises RequestError if it is not a recipe of supervised or preference training."""
     rows = table("torchtune")
     refuse(t, rows)
     _refuse_others(t)
@@ -148,7 +148,7 @@ def _data(t: Translation) -> None:
 
 
 def _rows(t: Translation, section: str, kind: str) -> tuple[dict[str, Any], list[str]]:
-    """Columns of a source, with the form where that follows from them; and the keys that say so."""
+    """Columns of a source, with the format if it follows from them; and the keys that define them."""
     rows = table("torchtune")
     if kind in rows["columns"]:
         return {"columns": rows["columns"][kind]}, []

@@ -1,4 +1,4 @@
-"""A recipe of another tool, and what becomes of it: the keys of ours that it fills, what is left, with the reason."""
+"""A recipe of another tool and its translation: our keys, and the values left out, with the reason."""
 
 import math
 import re
@@ -15,16 +15,16 @@ from framework.schema.params import parse_number
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MOST_REFERENCES = 8
-"""Of one value, through others; a recipe that needs more refers to itself."""
+"""Maximum depth of references; a deeper recipe refers to itself."""
 LONGEST = 2**12
-"""Characters of a value whose references are followed; doubling them eight times over makes more than memory holds."""
+"""Maximum characters of a value with references; eight doublings of more would exceed memory."""
 _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
-"""YAML 1.1, by which all five tools read their recipes, means booleans by these."""
+"""Booleans of YAML 1.1, which all five tools use."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A scalar, or a list of scalars as a whole."""
+    """A scalar, or a list of scalars as one value."""
 
     value: Any
     line: int
@@ -37,23 +37,23 @@ class Source:
         self.label = label
         self.leaves = {dotted(path): leaf for path, leaf in _leaves(root, ())}
         self.misread: dict[str, str] = {}
-        """Keys with a value of another kind than was asked for -> what was asked for."""
+        """Keys with a value of the wrong type -> the expected type."""
 
     def get(self, key: str) -> Any:
-        """The value at a key; None where it is absent or empty. Words of YAML 1.1 for true and false are these."""
+        """The value at a key; None if it is absent or empty. YAML 1.1's words for booleans become booleans."""
         leaf = self.leaves.get(key)
         value = None if leaf is None else self._followed(leaf.value, MOST_REFERENCES)
         return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
     def text(self, key: str) -> str:
-        """The value in lower case; empty where it is absent or no text."""
+        """The value in lower case; empty if it is absent or not a text."""
         value = self.get(key)
         if isinstance(value, list | dict | int | float) and not isinstance(value, bool):
             self.misread[key] = "a word"
         return value.lower() if isinstance(value, str) else ""
 
     def number(self, key: str) -> float | None:
-        """The value when it is a finite number in any spelling."""
+        """The value if it is a finite number in any spelling."""
         value = parse_number(self.get(key))
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return value
@@ -62,13 +62,13 @@ class Source:
         return None
 
     def strings(self, key: str) -> list[str]:
-        """The texts of a list, or the one text that stands instead of a list."""
+        """The texts of a list, or a single text in place of a list."""
         value = self.get(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         return [item for item in items if isinstance(item, str)]
 
     def has(self, section: str) -> bool:
-        """Whether a value stands at a key, or anything below it."""
+        """Whether a key, or anything below it, has a value."""
         return section in self.leaves or any(self.below(section))
 
     def below(self, section: str) -> Iterator[str]:
@@ -86,11 +86,11 @@ class Source:
         return f"{self.label}:{found.line}"
 
     def refuse(self, key: str, message: str, expected: str | None = None) -> RequestError:
-        """The error that says why this file cannot become a recipe."""
+        """The error for a file that cannot be converted."""
         return RequestError([Problem(key, message, self.place(key), expected)])
 
     def _followed(self, value: Any, left: int) -> Any:
-        """The value with `${a.b}` replaced by what stands there; one that leads nowhere stays as it is."""
+        """The value with `${a.b}` replaced by the referenced value; a broken reference stays."""
         if isinstance(value, list):
             return [self._followed(item, left) for item in value]
         if not isinstance(value, str) or "${" not in value or left == 0:
@@ -119,7 +119,7 @@ def _leaves(node: Node, path: Path) -> Iterator[tuple[Path, Leaf]]:
 
 
 class Why(StrEnum):
-    """Why a value of a source is not in the recipe."""
+    """Reason for a value that is not in the recipe."""
 
     ABSENT = "no equivalent"
     DEFAULT = "the default here"
@@ -129,7 +129,7 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class Left:
-    """A value that was not carried."""
+    """A value that was not converted."""
 
     key: str
     value: Any
@@ -144,7 +144,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Entry:
-    """A value of the recipe, the keys it was made of, and what the reader should know of it."""
+    """A value of the recipe, the keys that it was made of, and a comment for the reader."""
 
     value: Any
     of: tuple[str, ...]
@@ -152,7 +152,7 @@ class Entry:
 
 
 class Translation:
-    """A source on its way. Tools fill it; every value of the source ends as an entry, as left, or as both."""
+    """A translation in progress. Tools fill it; every value of the source becomes an entry, is left, or both."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -161,27 +161,27 @@ class Translation:
         self.head: list[str] = []
         """Comments above the recipe."""
         self.preset = ""
-        """The shipped model that this one is."""
+        """The shipped model equal to this one."""
 
     def put(self, ours: str, value: Any, *of: str, comment: str = "") -> None:
-        """Our key gets a value that was made of these of theirs (those of them that are there)."""
+        """Set our key to a value made of these keys of theirs (those present)."""
         self.entries[ours] = Entry(value, tuple(key for key in of if key in self.source.leaves), comment)
 
     def carry(self, theirs: str, ours: str, change: Callable[[Any], Any] | None = None, comment: str = "") -> None:
-        """Our key gets their value, changed or as it is, where there is one."""
+        """Set our key to their value, converted or unchanged, if present."""
         value = self.source.get(theirs)
         if value is not None:
             self.put(ours, change(value) if change else value, theirs, comment=comment)
 
     def leave(self, key: str, why: Why, text: str = "") -> None:
-        """A value, or all of a section, is not carried. Nothing is said of what is not there."""
+        """Leave a value, or all of a section. Absent values are ignored."""
         for inner in [key, *self.source.below(key)]:
             if inner in self.source.leaves:
                 value, place = self.source.leaves[inner].value, self.source.place(inner)
                 self.left.append(Left(inner, value, place, why, text))
 
     def leave_unless_off(self, key: str, why: Why, text: str) -> None:
-        """`leave`, but what is empty or off there asks for nothing."""
+        """`leave`, but empty or disabled values are ignored."""
         value = self.source.leaves[key].value
         if value in (None, "", [], {}):
             why, text = Why.DEFAULT, "empty"
@@ -190,11 +190,11 @@ class Translation:
         self.leave(key, why, text)
 
     def is_open(self, key: str) -> bool:
-        """Whether nothing has become of a key yet."""
+        """Whether a key has no result yet."""
         return not any(key in entry.of for entry in self.entries.values()) and all(key != row.key for row in self.left)
 
     def drop(self, ours: str, why: Why, text: str) -> None:
-        """An entry is taken back, and what it was made of is left instead. Its comment goes with it."""
+        """Remove an entry with its comment, and leave the values that it was made of."""
         for key in self.entries.pop(ours).of:
             self.leave(key, why, text)
 

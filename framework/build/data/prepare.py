@@ -123,8 +123,8 @@ def _fit(
     descriptions = tuple(source.description for source in splits.sources)
     notes = _padding_note(tokenizer)
     form = str(splits.sources[0].form)
-    said = (descriptions, warnings, notes)
-    return Fitted(train, train_report, kept, held_out, eval_report, eval_kept, form, *said, encoding.targets)
+    notices = (descriptions, warnings, notes)
+    return Fitted(train, train_report, kept, held_out, eval_report, eval_kept, form, *notices, encoding.targets)
 
 
 def _fit_held_out(

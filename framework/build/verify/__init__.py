@@ -1,4 +1,4 @@
-"""What was asked for, read back from the objects that were built; a mismatch stops the run.
+"""Requested options, read back from the objects that were built; a mismatch stops the run.
 
 `READERS` has one function a lever (`framework.memory.levers` names it): it takes the assembly and yields Readings.
 `FIRST_STEP_READERS` look again at what exists only after the first optimizer step.
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def _of_adapter(name: str) -> Callable[[Assembly], Iterable[Reading]]:
-    """A reader of `framework.build.verify.adapter`, which has something to say of runs with an adapter alone."""
+    """A reader of `framework.build.verify.adapter`, which applies only to runs with an adapter."""
 
     def read(assembly: Assembly) -> Iterable[Reading]:
         if not assembly.config.training.use_peft and assembly.adapter is None:
@@ -90,8 +90,8 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "prefetch": sharding.read_prefetch,
     "adapter_saved_modules": _of_adapter("read_adapter_saved_modules"),
 }
-"""Before step 1, in the order of the printed table. Those without a row of the levers table are said for every run that
-they are about; `isolation` is of every lever that puts several documents in a row."""
+"""Readers before step 1, in the order of the printed table. Those without a row of the levers table apply to every run
+with their feature; `isolation` belongs to all levers that put several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": optimizer.read_optimizer_states,
@@ -112,26 +112,27 @@ FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Readin
     "offloaded_base": sharding.read_offloaded_base_again,
     "known_reference": frozen_models.read_known_reference,
 }
-"""After step 1: optimizers make their states then, and batches can be seen only as they pass."""
+"""Readers after step 1: optimizers create their states then, and batches are known only when they are used."""
 
 
 def verify(assembly: Assembly) -> tuple[Reading, ...]:
-    """Every requested option with what is in effect. Raises VerificationFailed listing all that differ."""
+    """Every requested option with the one in effect. Raises VerificationFailed with all differences."""
     return _holding([reading for read in READERS.values() for reading in read(assembly)])
 
 
 def verify_first_step(assembly: Assembly, step: FirstStep) -> tuple[Reading, ...]:
-    """The same for what the first optimizer step has made and was given. Raises VerificationFailed."""
+    """The same for the states and batches of the first optimizer step. Raises VerificationFailed."""
     return _holding([reading for read in FIRST_STEP_READERS.values() for reading in read(assembly, step)])
 
 
 def verify_emptied_cache(assembly: Assembly, began: int, step: int) -> tuple[Reading, ...]:
-    """That the cache was emptied as often as it was due in the steps `began` to `step`. Raises VerificationFailed."""
+    """Check that the cache was emptied as often as required in the steps `began` to `step`. Raises
+    VerificationFailed."""
     return _holding(list(batch.emptied_cache(assembly, began, step)))
 
 
 def verify_unmoved(assembly: Assembly, before: Fingerprints | None) -> tuple[Reading, ...]:
-    """That training has not moved what the model is measured against. Raises VerificationFailed."""
+    """Check that training has not changed the reference. Raises VerificationFailed."""
     return _holding(list(frozen_models.read_moved(assembly, before)))
 
 
@@ -144,9 +145,9 @@ def _holding(readings: Sequence[Reading]) -> tuple[Reading, ...]:
 
 
 def missing_gradients(assembly: Assembly) -> list[str]:
-    """Names of trained tensors that a backward pass left without a gradient. Call between backward and zero_grad.
+    """Names of trained tensors without a gradient after backward. Call between backward and zero_grad.
 
-    One that was updated in backward has had its gradient.
+    Tensors updated in backward have had their gradients.
     """
     updated = assembly.optimizer.stepped if isinstance(assembly.optimizer, ParameterWise) else frozenset()
     reached = getattr(assembly.parallel, "reached", None)  # of copies, whose gradients are there before

@@ -1,4 +1,5 @@
-"""Blocks as they run: recomputation, attention, Liger's kernels, compiled regions; seen as a few tokens go forward."""
+"""Readers of running blocks: recomputation, attention, Liger's kernels and compiled regions, observed in a forward pass
+of a few tokens."""
 
 import warnings
 from collections import Counter
@@ -29,7 +30,7 @@ from framework.schema.plural import counted
 
 
 def read_checkpointed_blocks(assembly: Assembly) -> Iterator[Reading]:
-    """The blocks that recompute: asked for, in train mode, and seen to go through their checkpoint."""
+    """The recomputed blocks: requested, in train mode, and observed to call their checkpoint."""
     training, blocks = assembly.config.training, transformer_blocks(assembly.model)
     key, every = "training.enable_gradient_checkpointing", int(training.gradient_checkpointing_every)
     asks = training.enable_gradient_checkpointing is True
@@ -49,7 +50,7 @@ def read_checkpointed_blocks(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_keeping_blocks(assembly: Assembly) -> Iterator[Reading]:
-    """How many blocks keep anything for backward: none of those that run before the first trained weight."""
+    """Number of blocks that keep activations for backward: none of those before the first trained weight."""
     if all(parameter.requires_grad for parameter in assembly.model.parameters()):
         return
     blocks, seen = transformer_blocks(assembly.model), probe(assembly)
@@ -59,7 +60,7 @@ def read_keeping_blocks(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_offloaded_activations(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """The blocks that send what they keep to the host, and what has gone there until after the first step."""
+    """The blocks that offload activations to the host, and the bytes offloaded up to the end of the first step."""
     asks, blocks = assembly.config.training.activation_offload is True, transformer_blocks(assembly.model)
     offloads = offloading(assembly.model)
     moved = sum(offload.moved_bytes for offload in set(offloads))
@@ -78,11 +79,11 @@ _KERNELS = {
     "_scaled_dot_product_efficient_attention": "efficient",
     "_safe_softmax": "math",
 }
-"""The operator that tells each kernel of scaled_dot_product_attention."""
+"""The operator that identifies each kernel of scaled_dot_product_attention."""
 
 
 def read_sdpa_kernel(assembly: Assembly) -> Iterator[Reading]:
-    """The kernel that really ran behind `sdpa`, or for parts of rows, when a few tokens went forward as in training."""
+    """The kernel that ran for `sdpa`, or for parts of rows, in a forward pass of a few tokens as in training."""
     asked = assembly.config.model.sdpa_backend
     if causal_model(assembly.model).config._attn_implementation not in ("sdpa", RING_ATTENTION):
         if asked is not None:
@@ -96,7 +97,7 @@ def read_sdpa_kernel(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_attention_kernel(assembly: Assembly) -> Iterator[Reading]:
-    """The kernel that the model's own config dispatches to; whatever it chose is said when none was asked for."""
+    """The kernel selected by the model's own config; for information if none was requested."""
     config = causal_model(assembly.model).config
     found = "none: convolutions" if type(config) in CONVOLUTIONAL else config._attn_implementation
     asked = assembly.config.model.attn_implementation
@@ -104,7 +105,7 @@ def read_attention_kernel(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_liger_kernels(assembly: Assembly) -> Iterator[Reading]:
-    """n/n blocks have a kernel of Liger's; none when it was not asked for, as after a patch of the whole process."""
+    """n/n blocks with one of Liger's kernels; also read if not requested, to detect a patch of the entire process."""
     blocks = transformer_blocks(assembly.model) or [assembly.model]
     with_kernels = sum(bool(liger_kernels(block)) for block in blocks)
     asked = len(blocks) if assembly.config.model.enable_liger_kernel is True else 0
@@ -121,7 +122,7 @@ _COMPILE = "training.compile"
 
 
 def read_compiled_regions(assembly: Assembly) -> Iterator[Reading]:
-    """n/n blocks (or the model) have a compiled call; none when it was not asked for."""
+    """n/n blocks (or the model) with a compiled call; none if not requested."""
     config, regions = assembly.config, compiled_regions(assembly.model)
     if config.training.compile is not True:
         yield Reading(_COMPILE, "0", str(len(regions)), "compiled calls of modules")
@@ -136,7 +137,7 @@ def read_compiled_regions(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_compiled_runs(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """n/n regions ran compiled code in every pass of the first step; torch falls back to plain code silently."""
+    """n/n regions that ran compiled code in every pass of the first step; torch falls back to eager code silently."""
     regions = compiled_regions(assembly.model)
     if not regions:
         return
@@ -150,7 +151,7 @@ def read_compiled_runs(assembly: Assembly, step: FirstStep) -> Iterator[Reading]
 
 
 def read_recorded_graphs(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Whether torch is about to record every graph; it leaves out, without an error, what it cannot replay."""
+    """Whether torch will record every graph; it skips graphs that it cannot replay, without an error."""
     regions = compiled_regions(assembly.model)
     if not assembly.config.training.cuda_graphs or not regions:
         return
@@ -163,13 +164,13 @@ def read_recorded_graphs(assembly: Assembly, step: FirstStep) -> Iterator[Readin
 
 
 def read_memory_budget(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """The budget in force while each graph was cut into what forward keeps and what backward computes again."""
+    """The budget in effect when each graph was partitioned into kept and recomputed activations."""
     asked, regions = assembly.config.training.activation_memory_budget, compiled_regions(assembly.model)
     if not regions:
         return
     found = ", ".join(f"{budget:g}" for budget in sorted(set(regions[0].compiler.budgets)))
-    said = f"{asked:g}" if isinstance(asked, float | int) else None
-    yield Reading("training.activation_memory_budget", said, found, "torch._functorch.config during compilation")
+    requested = f"{asked:g}" if isinstance(asked, float | int) else None
+    yield Reading("training.activation_memory_budget", requested, found, "torch._functorch.config during compilation")
 
 
 PROBE_TOKENS = 16
@@ -177,18 +178,18 @@ PROBE_TOKENS = 16
 
 @dataclass
 class Seen:
-    """`operators` that ran, with how often; of the blocks, by their place: which asked for gradients of their output,
-    so that they keep activations, and which went through the function that checkpoints them."""
+    """Counts of the `operators` that ran; positions of the blocks whose outputs require gradients, so that they keep
+    activations, and of those that called their checkpoint function."""
 
     operators: Counter[str] = field(default_factory=Counter)
     keeping: set[int] = field(default_factory=set)
     checkpointed: set[int] = field(default_factory=set)
     failure: str | None = None
-    """Why the forward pass did not come to its end: no kernel could serve it."""
+    """The error of the forward pass if no kernel supported it."""
 
 
 def probe(assembly: Assembly) -> Seen:
-    """Run a few tokens forward, without backward and without compiled code."""
+    """Run a forward pass of a few tokens, without backward and without compiled code."""
     device, length = assembly.place.device, assembly.config.model.model_max_length
     tokens = min(PROBE_TOKENS, length) if isinstance(length, int) else PROBE_TOKENS
     tokens = assembly.config.padded(tokens) if assembly.context is not None else tokens
@@ -200,7 +201,7 @@ def probe(assembly: Assembly) -> Seen:
     uncompiled = _flex_uncompiled() if is_flex else nullcontext()
     with torch.random.fork_rng(devices), uncompiled, plain_code(assembly.model), _watched(assembly.model, seen):
         try:
-            # No backward follows. DDP must be told, or it reduces the next one, in the middle of the first step.
+            # No backward follows. Otherwise DDP would reduce during the next backward, in the middle of the first step.
             alone = assembly.keeping_gradients(is_last=False)
             with assembly.attention, assembly.autocast, alone, Operators(seen):
                 assembly.through(_forward, assembly.part_of(batch))
@@ -215,7 +216,7 @@ def probe(assembly: Assembly) -> Seen:
 
 @contextmanager
 def _flex_uncompiled() -> Iterator[None]:
-    """Within the block flex_attention is one operator that can be seen, of which torch warns for its speed."""
+    """Context in which flex_attention is one visible operator, for whose speed torch warns."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
         yield
@@ -243,7 +244,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _watched(model: nn.Module, seen: Seen) -> Iterator[None]:
-    """Within the block, note what each transformer block does."""
+    """Context that records the behaviour of each transformer block."""
     blocks = transformer_blocks(model)
     runners = {
         index: block._gradient_checkpointing_func
@@ -266,7 +267,7 @@ def _call_noted(index: int, runner: Callable[..., Any], seen: Seen) -> Callable[
     def run(function: Callable[..., Any], *inputs: Any) -> Any:
         seen.checkpointed.add(index)
         output = runner(function, *inputs)
-        _note_output(index, seen, output)  # hooks of the block may run in a re-entrant checkpoint, without gradients
+        _note_output(index, seen, output)  # the block's hooks may run in a re-entrant checkpoint, without gradients
         return output
 
     return run

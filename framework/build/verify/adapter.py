@@ -1,4 +1,4 @@
-"""The adapter as peft attached it, and how much of the model it is on."""
+"""Readers of the adapter as peft attached it, and of its share of the model."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ from framework.schema.choices import LoraInit
 from framework.schema.plural import counted
 
 SPREAD_CLOSE = 0.2
-"""Logarithm of the ratio of two standard deviations that are the same: of 32 numbers, as tiny matrices have, they are
-uncertain by an eighth."""
+"""Maximum logarithm of the ratio of two standard deviations that count as equal: for 32 numbers, as in tiny matrices,
+the uncertainty is an eighth."""
 
 
 def _adapted(assembly: Assembly) -> list[tuple[str, Any]]:
@@ -42,7 +42,7 @@ def _lora(assembly: Assembly) -> list[LoraLayer]:
 
 
 def read_adapter(assembly: Assembly) -> Iterator[Reading]:
-    """The kind of the layers that peft attached, or of the tokens before the row, and what is trained in them."""
+    """The kind of the layers that peft attached, or of the tokens before the row, and their trained parameters."""
     if assembly.adapter is None:
         return
     asked = str(assembly.config.peft.peft_method)
@@ -58,7 +58,7 @@ def read_adapter(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_first_adapter(assembly: Assembly) -> Iterator[Reading]:
-    """Whether the adapter starts from the weights that `peft.adapter_path` names."""
+    """Whether the adapter starts from the weights of `peft.adapter_path`."""
     written = assembly.config.peft.adapter_path
     if assembly.adapter is None or written is None:
         return
@@ -67,8 +67,8 @@ def read_first_adapter(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_adapter_rank(assembly: Assembly) -> Iterator[Reading]:
-    """The rank of the matrices themselves, and what their products are scaled by. Stacked experts have one matrix of
-    each for every expert."""
+    """The rank of the matrices themselves, and the factor of their products. Stacked experts have one pair of matrices
+    per expert."""
     peft, layers = assembly.config.peft, _lora(assembly)
     if assembly.adapter is None or not layers:
         return
@@ -87,7 +87,7 @@ def read_adapter_rank(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_adapter_targets(assembly: Assembly) -> Iterator[Reading]:
-    """Every target has its adapter; and which share of the weights that is."""
+    """Whether every target has its adapter, and the share of the weights."""
     if assembly.adapter is None or hasattr(assembly.model, "prompt_encoder"):
         return
     targets = assembly.adapter.targets
@@ -100,7 +100,7 @@ def read_adapter_targets(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_adapter_dtype(assembly: Assembly) -> Iterator[Reading]:
-    """The dtype of what is trained, modules trained whole aside; and of what it is gathered in where it is another."""
+    """The dtype of the adapter's trained weights, and the dtype that they are gathered in if it differs."""
     if assembly.adapter is None:
         return
     asked = adapter_dtype(assembly.config.peft, causal_model(assembly.model))
@@ -116,7 +116,7 @@ def read_adapter_dtype(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_faster_matrices(assembly: Assembly) -> Iterator[Reading]:
-    """LoRA+: the multiple of the rate that the groups with B matrices, and no others, learn at."""
+    """LoRA+: the rate factor of the groups of B matrices, and only of these."""
     asked = assembly.config.peft.lora_plus_lr_ratio
     if assembly.adapter is None or asked is None or not _lora(assembly):
         return
@@ -133,7 +133,7 @@ def read_faster_matrices(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_adapter_start(assembly: Assembly) -> Iterator[Reading]:
-    """How LoRA's A matrices were drawn, by their standard deviation; those of EVA are found when there are rows."""
+    """The initialization of LoRA's A matrices, by their standard deviation; EVA's are computed once rows exist."""
     peft, layers = assembly.config.peft, [layer for layer in _lora(assembly) if "default" in layer.lora_A]
     matrices = [local_part(layer.lora_A["default"].weight.detach()).float() for layer in layers]
     is_drawn = peft.lora_init is not LoraInit.EVA and peft.adapter_path is None
@@ -147,17 +147,17 @@ def read_adapter_start(assembly: Assembly) -> Iterator[Reading]:
     apart = {choice: (found.cpu() / torch.tensor(spread)).log().mean().abs() for choice, spread in spreads.items()}
     nearest = min(spreads, key=lambda choice: (float(apart[choice]), choice is not peft.lora_init))
     is_alike = apart[LoraInit(peft.lora_init)] < SPREAD_CLOSE
-    said = peft.lora_init if is_alike else nearest
+    shown = peft.lora_init if is_alike else nearest
     yield Reading(
         "peft.lora_init",
         str(peft.lora_init),
-        str(said),
+        str(shown),
         f"spread of {counted(len(matrices), 'A matrix', 'A matrices')}",
     )
 
 
 def read_frozen_factors(assembly: Assembly) -> Iterator[Reading]:
-    """LoRA-FA: how many A matrices are not trained."""
+    """LoRA-FA: the number of frozen A matrices."""
     named = [item for name, item in assembly.model.named_parameters() if ".lora_A." in name]
     frozen = sum(not item.requires_grad for item in named)
     if named and (assembly.config.peft.lora_freeze_a or frozen):
@@ -166,7 +166,7 @@ def read_frozen_factors(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_rotated_blocks(assembly: Assembly) -> Iterator[Reading]:
-    """OFT: the width of the blocks in every adapted module."""
+    """OFT: the block size in every adapted module."""
     sizes = Counter(size for _, layer in _adapted(assembly) for size in getattr(layer, "oft_block_size", {}).values())
     if sizes:
         asked = Counter({assembly.config.peft.oft_block_size: sizes.total()})
@@ -174,15 +174,15 @@ def read_rotated_blocks(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_quantized(assembly: Assembly) -> Iterator[Reading]:
-    """How the base is packed, and what of it is not; and what its bytes are stored as where they are split."""
+    """The quantization of the base, the modules without it, and the storage dtype of sharded bytes."""
     peft = assembly.config.peft
     kinds = quantized_kinds(assembly.model)
     if assembly.adapter is None or not (peft.q_lora or kinds):
         return
     wanted = kind_name(peft.q_lora_bits, str(peft.bnb_4bit_quant_type), peft.use_bnb_nested_quant)
-    found = ", ".join(kinds) or "not quantised"
-    source = f"{counted(kinds.total(), 'linear layer')}; not quantised: {unquantized(causal_model(assembly.model))}"
-    yield Reading("peft.q_lora", wanted if peft.q_lora else "not quantised", found, source)
+    found = ", ".join(kinds) or "not quantized"
+    source = f"{counted(kinds.total(), 'linear layer')}; not quantized: {unquantized(causal_model(assembly.model))}"
+    yield Reading("peft.q_lora", wanted if peft.q_lora else "not quantized", found, source)
     if assembly.sharding is not None:
         packed = [parameter for parameter in assembly.model.parameters() if is_packed(parameter)]
         gathered = assembly.sharding.gathered_dtype or causal_model(assembly.model).dtype
@@ -194,7 +194,7 @@ def read_quantized(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_adapter_dropout(assembly: Assembly) -> Iterator[Reading]:
-    """The probability of each layer's dropout; peft puts an identity where it is 0."""
+    """The probability of each layer's dropout; peft uses an identity for 0."""
     rates = {
         float(getattr(dropout, "p", 0.0))
         for _, layer in _adapted(assembly)
@@ -218,7 +218,7 @@ def read_adapter_saved_modules(assembly: Assembly) -> Iterator[Reading]:
 
 
 def _counts(numbers: Counter[Any]) -> str:
-    """One number, or each with how many there are."""
+    """One number, or each with its count."""
     if len(numbers) == 1:
         return f"{next(iter(numbers)):g}"
     return ", ".join(f"{number:g} ({count})" for number, count in sorted(numbers.items()))
@@ -232,18 +232,18 @@ GROUPS = ("attention", "dense MLP", "experts", "head", "other")
 
 
 def describe_adapter(assembly: Assembly) -> tuple[str, ...]:
-    """What to tell before the first step: what the adapter covers."""
+    """Notes before the first step: the adapter's coverage."""
     on_modules = assembly.adapter is not None and not hasattr(assembly.model, "prompt_encoder")
-    said = [coverage_line(assembly.model)] if on_modules else []
+    lines = [coverage_line(assembly.model)] if on_modules else []
     if kinds := quantized_kinds(assembly.model):
         listed = ", ".join(f"{counted(count, 'linear layer')} in {kind}" for kind, count in kinds.items())
         plain = unquantized(causal_model(assembly.model))
-        said.append(f"base: {listed}{_stored(assembly)}; not quantised, nor cast: {plain}")
-    return tuple(said)
+        lines.append(f"base: {listed}{_stored(assembly)}; not quantized, nor cast: {plain}")
+    return tuple(lines)
 
 
 def _stored(assembly: Assembly) -> str:
-    """What follows from the dtype of gathering, which nobody writes."""
+    """Effects of the gathering dtype, which no key sets directly."""
     if assembly.sharding is None:
         return ""
     stored = {str(item.dtype).removeprefix("torch.") for item in assembly.model.parameters() if is_packed(item)}
@@ -255,7 +255,7 @@ def _stored(assembly: Assembly) -> str:
 
 
 def describe_save_dtypes(assembly: Assembly) -> tuple[str, ...]:
-    """What to tell when training is over: B matrices that have not moved."""
+    """Notes after training: unchanged B matrices."""
     idle = still_zero(assembly.model) if assembly.adapter is not None else []
     if not idle:
         return ()
@@ -263,7 +263,7 @@ def describe_save_dtypes(assembly: Assembly) -> tuple[str, ...]:
 
 
 def coverage(model: nn.Module) -> dict[str, float]:
-    """Group -> share of its weights that sit in adapted modules, for the groups that the model has."""
+    """Group -> share of its weights that are in adapted modules, for the model's groups."""
     total: Counter[str] = Counter()
     adapted: Counter[str] = Counter()
     for group, weights, has_adapter in _weights(model):
@@ -282,7 +282,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
     """(group, weights, whether adapted) of each matrix of the base model."""
     causal = causal_model(model)
     head = head_layers(causal)
-    inside: list[str] = []  # names of the adapters' own modules
+    inside: list[str] = []  # module names of the adapters
     trained_whole: set[int] = set()
     stacked: set[tuple[int, str]] = set()
     under: set[int] = set()

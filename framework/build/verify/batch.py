@@ -1,4 +1,4 @@
-"""Rows of the first step, packed ones and the documents in them, and the allocator of their device."""
+"""Readers of the first step's rows, packed rows and their documents, and the allocator of the device."""
 
 import math
 from collections.abc import Iterator
@@ -15,28 +15,28 @@ from framework.schema.plural import counted
 
 
 def read_micro_batches(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Rows per micro batch and their number. The last step of an epoch may have fewer of both."""
+    """Rows per micro batch and the number of micro batches. The last step of an epoch may have fewer of both."""
     batch, rows = assembly.config.batch, [rows for rows, _ in step.micro_batches]
     is_short = sum(rows) < batch.per_device * batch.accumulation
     for key, asked, found in (
         ("training.per_device_train_batch_size", batch.per_device, max(rows)),
         ("training.gradient_accumulation_steps", batch.accumulation, len(rows)),
     ):
-        said = asked if is_short and found < asked else found
-        yield Reading(key, str(asked), str(said), f"micro batches of the first step: {_shapes(step.micro_batches)}")
+        shown = asked if is_short and found < asked else found
+        yield Reading(key, str(asked), str(shown), f"micro batches of the first step: {_shapes(step.micro_batches)}")
 
 
 def read_eval_batches(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Rows per batch of the evaluation before the first step, when there was one."""
+    """Rows per batch of the evaluation before the first step, if any."""
     if step.eval_batches:
         asked, found = assembly.config.eval_rows, max(r for r, _ in step.eval_batches)
-        said = asked if found < asked and len(step.eval_batches) <= step.eval_sets else found
+        shown = asked if found < asked and len(step.eval_batches) <= step.eval_sets else found
         source = f"batches of the first evaluation: {_shapes(step.eval_batches)}"
-        yield Reading("training.per_device_eval_batch_size", str(asked), str(said), source)
+        yield Reading("training.per_device_eval_batch_size", str(asked), str(shown), source)
 
 
 def read_longest_row(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """No row is longer than asked."""
+    """Whether no row exceeds the limit."""
     limit, longest = assembly.config.longest, max(tokens for _, tokens in step.micro_batches)
     asked = f"at most {limit}"
     found = asked if longest <= limit else str(longest)
@@ -44,13 +44,13 @@ def read_longest_row(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
 
 
 def read_padded_lengths(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Widths of the micro batches: multiples of what was asked for."""
+    """Widths of the micro batches: multiples of the requested number."""
     multiple = assembly.config.data.pad_to_multiple_of
     if multiple is not None and step.micro_batches:
         found = math.gcd(*(tokens for _, tokens in step.micro_batches))
-        said = multiple if found % multiple == 0 else found
+        shown = multiple if found % multiple == 0 else found
         source = f"widths of the first step's micro batches: {_shapes(step.micro_batches)}"
-        yield Reading("data.pad_to_multiple_of", str(multiple), str(said), source)
+        yield Reading("data.pad_to_multiple_of", str(multiple), str(shown), source)
 
 
 def _shapes(batches: tuple[tuple[int, int], ...]) -> str:
@@ -59,7 +59,7 @@ def _shapes(batches: tuple[tuple[int, int], ...]) -> str:
 
 
 def read_allocator_settings(assembly: Assembly) -> Iterator[Reading]:
-    """Each setting that the recipe asks for, or the environment makes, as the live allocator has it."""
+    """Each setting of the recipe or the environment, as the live allocator reports it."""
     asked = asked_settings(assembly.config.training.allocator)
     foreign = environment_settings().keys() & {name for name, _ in assembly.config.training.allocator} - asked.keys()
     if assembly.place.kind != "cuda" or not (asked or foreign):
@@ -73,12 +73,12 @@ def read_allocator_settings(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_emptied_cache(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """The same up to the first step: once where every step empties the cache, else not yet."""
+    """The same up to the first step: once if every step empties the cache, else not yet."""
     return emptied_cache(assembly, step.began, step.number)
 
 
 def emptied_cache(assembly: Assembly, began: int, step: int) -> Iterator[Reading]:
-    """How often the cache was emptied in the steps `began` to `step`, of the times that it was due."""
+    """How often the cache was emptied in the steps `began` to `step`, of the required times."""
     every = assembly.cache.steps
     if every is None:
         if assembly.cache.emptied:
@@ -98,7 +98,8 @@ def _times(count: int) -> str:
 
 
 def read_isolation(assembly: Assembly) -> Iterator[Reading]:
-    """Two short documents through the built model, in one row and alone. Nothing is read where rows are not joined."""
+    """Isolation of two short documents in the built model, in one row and separately; skipped if rows are not
+    joined."""
     key = joining_key(assembly.config.data)
     if key is not None:
         with assembly.attention, assembly.autocast, plain_code(assembly.model):
@@ -109,7 +110,7 @@ def read_isolation(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_rows_end_to_end(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Each micro batch of the first step is one row of documents, when that was asked for."""
+    """Whether each micro batch of the first step is one row of documents, if requested."""
     if assembly.config.data.padding_free and step.documents:
         alone = step.joined and all(len(micro_batch) == 1 for micro_batch in step.documents)
         rows = sum(len(row) for micro_batch in step.documents for row in micro_batch)
@@ -118,7 +119,7 @@ def read_rows_end_to_end(assembly: Assembly, step: FirstStep) -> Iterator[Readin
 
 
 def read_grouped_rows(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """The rows of the first step come longest first, when they were to be grouped by length."""
+    """Whether the rows of the first step are sorted longest first, if they are grouped by length."""
     if assembly.config.data.group_by_length and step.documents:
         one_each = assembly.config.data.padding_free
         rows = [row for micro_batch in step.documents for row in micro_batch]
@@ -130,7 +131,7 @@ def read_grouped_rows(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
 
 
 def read_packed_rows(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Documents a row of the first step, by the positions that start again in each."""
+    """Documents per row of the first step, by restarts of the positions."""
     rows = [row for micro_batch in step.documents for row in micro_batch]
     if not rows or assembly.config.data.padding_free:
         return

@@ -1,4 +1,4 @@
-"""What a task measures the trained model against: that it is there, frozen, apart, and stays where it was."""
+"""Readers of the teacher or reference: exists, frozen, separate from the model, and unchanged by training."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ from framework.schema.plural import counted
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Of what is measured against, and of what is trained, before training."""
+    """Fingerprints of the reference's and the trained weights before training."""
 
     fixed: int
     trained: int
 
 
 def take_fingerprints(assembly: Assembly) -> Fingerprints | None:
-    """None for a task that measures against no weights."""
+    """None for tasks without a reference."""
     fixed = _fixed(assembly)
     return Fingerprints(fingerprint(fixed), fingerprint(assembly.trained)) if fixed else None
 
 
 def fixed_fingerprint(assembly: Assembly) -> int | None:
-    """Of what is measured against; None where nothing is, and of split weights, of which no rank has all."""
+    """Fingerprint of the reference's weights; None without one, and for sharded weights, which no rank has in full."""
     fixed = _fixed(assembly) if assembly.sharding is None else []
     return fingerprint(fixed) if fixed else None
 
@@ -47,7 +47,7 @@ KEY = "training.preference.loss_type"
 
 
 def read_reference(assembly: Assembly) -> Iterator[Reading]:
-    """Which reference a preference has, read from the objects that answer for it."""
+    """The kind of a preference's reference, read from the objects that compute it."""
     training = assembly.config.training
     if not training.has_reference:
         return
@@ -71,7 +71,7 @@ def read_reference(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_known_reference(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Whether the batches carried what the reference had said."""
+    """Whether the batches carried the reference's precomputed values."""
     asked = assembly.config.training.asks_reference_once
     if asked or step.has_reference:
         key = "training.preference.precompute_reference"
@@ -79,7 +79,7 @@ def read_known_reference(assembly: Assembly, step: FirstStep) -> Iterator[Readin
 
 
 def _without_adapter(assembly: Assembly, reference: object) -> tuple[str, str]:
-    """Whether the reference takes the adapter away, and whether that reaches all of its layers."""
+    """Whether the reference disables the adapter, in all of its layers."""
     if not isinstance(reference, WithoutAdapter) or assembly.adapter is None:
         return "something else", "the objective"
     from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds to import
@@ -95,7 +95,7 @@ def _without_adapter(assembly: Assembly, reference: object) -> tuple[str, str]:
 
 
 def read_teacher(assembly: Assembly) -> Iterator[Reading]:
-    """The teacher of a distillation: frozen, for inference, apart from the model, in its dtype."""
+    """The teacher of a distillation: frozen, in eval mode, separate from the model, in its dtype."""
     teacher, frozen_model = assembly.config.training.teacher, assembly.frozen_model
     if teacher is None:
         return
@@ -118,7 +118,7 @@ def read_teacher(assembly: Assembly) -> Iterator[Reading]:
 
 
 def _frozen(assembly: Assembly, what: str) -> str:
-    """`a frozen copy`, or what is wrong with it."""
+    """`a frozen copy`, or its faults."""
     frozen_model = assembly.frozen_model
     if frozen_model is None:
         return "none"
@@ -136,7 +136,7 @@ def _frozen(assembly: Assembly, what: str) -> str:
 
 
 def read_moved(assembly: Assembly, before: Fingerprints | None) -> Iterator[Reading]:
-    """After training: the companion, or the base that is one, is bit for bit where it was, and the model is not."""
+    """After training: the reference (or the base as reference) is unchanged bit for bit, and the model is not."""
     if before is None:
         return
     now = take_fingerprints(assembly)

@@ -1,4 +1,4 @@
-"""Whether the loss is computed as it was asked for, and as the model itself would."""
+"""Readers of the loss: whether it is computed as requested, and equal to the model's own."""
 
 import inspect
 import math
@@ -35,15 +35,15 @@ T = TypeVar("T")
 CHANGED, SOURCE = "no: this model changes its logits after the head", "logits with the head's output replaced"
 PROBE_TOKENS = 8
 TOLERANCE = 1e-4
-"""Relative difference of two cross entropies of the same logits, computed in float32: rounding is a hundredth of it."""
+"""Maximum relative difference of two cross entropies of the same logits in float32: rounding is a hundredth of it."""
 
 TERMS_CLOSE = 2e-3
-"""Difference, also relative to it, of what terms add to the loss of 8 tokens, where chunks round other products of half
-precision than the whole head does."""
+"""Maximum difference, also relative to the value, of the terms in the loss of 8 tokens, if chunks round half precision
+products differently from the full head."""
 
 
 def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
-    """A few tokens through the model tell whether its head can be computed apart from it."""
+    """Whether the head can be computed separately from the model, by a forward pass of a few tokens."""
     written, task = assembly.config.model.chunked_loss, assembly.config.training.task
     if task.is_of_rows or (written is None and task is Task.DISTILLATION):
         return
@@ -58,7 +58,7 @@ def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
 
 
 def _is_apart(assembly: Assembly, model: nn.Module) -> bool:
-    """Whether the head of a model can be computed apart from it."""
+    """Whether the head of a model can be computed separately from it."""
     was_training = model.training
     model.eval()
     with assembly.autocast:
@@ -72,7 +72,7 @@ def _is_apart(assembly: Assembly, model: nn.Module) -> bool:
 
 
 def read_router_loss(assembly: Assembly) -> Iterator[Reading]:
-    """Of a mixture of experts: what its routers add to the loss, and in how many layers their logits arrive there."""
+    """For a mixture of experts: the router loss, and the number of layers whose router logits are in it."""
     causal, written, routers = (
         causal_model(assembly.model),
         assembly.config.training.router_aux_loss_coef,
@@ -100,8 +100,8 @@ def _router_logits(routers: RouterLoss, model: nn.Module, batch: Batch) -> list[
 
 
 def read_loss_terms(assembly: Assembly) -> Iterator[Reading]:
-    """Label smoothing and z-loss: what they add to the cross entropy of a few tokens, next to torch's own arithmetic of
-    the same logits. Left out where a rank sees a part of the rows or the matrices: there the built loss is asked."""
+    """Label smoothing and z-loss: their part of the loss of a few tokens, compared with torch's computation from the
+    same logits. If a rank has only part of the rows or matrices, the attributes of the built loss are read instead."""
     training, objective = assembly.config.training, assembly.objective
     wanted = LossTerms(training.label_smoothing, training.z_loss_coef)
     if isinstance(objective, OneClass) and wanted.smoothing:
@@ -120,7 +120,7 @@ def read_loss_terms(assembly: Assembly) -> Iterator[Reading]:
 
 
 def _added(objective: NextToken, wanted: LossTerms, model: nn.Module, batch: Batch) -> tuple[float, float]:
-    """What the built terms add to the cross entropy of a batch, and what torch makes of its logits."""
+    """The built terms' part of the loss of a batch, and torch's computation from its logits."""
     with torch.no_grad():
         added = objective.loss(model, batch, ignore_phases) - objective.loss.counts(model, batch)[0]
         scores = token_logits(model, batch, ignore_phases)[0, :-1].float()
@@ -132,7 +132,7 @@ def _added(objective: NextToken, wanted: LossTerms, model: nn.Module, batch: Bat
 
 
 def read_embedding_noise(assembly: Assembly) -> Iterator[Reading]:
-    """NEFTune: the noise that the input embeddings give in training."""
+    """NEFTune: the noise of the input embeddings in training."""
     asked, found = assembly.config.training.neftune_noise_alpha, embedding_noise(assembly.model)
     if asked is not None or found:
         said = " and ".join(f"{noise.alpha:g}" for noise in found) or "no noise"
@@ -140,11 +140,11 @@ def read_embedding_noise(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_own_loss(assembly: Assembly) -> Iterator[Reading]:
-    """That the loss which the model computes of its logits itself has no term that is missing here.
+    """Check that the model's own loss has no term that is missing here.
 
-    A few tokens go forward once; what the model makes of their logits is compared with the next tokens' cross entropy.
-    The router loss is read separately. Left out where a rank sees a part of the rows or the matrices: what such a
-    family adds is seen on one device.
+    The model's loss of a few tokens is compared with the cross entropy of the next tokens from the same logits. The
+    router loss is read separately. Skipped if a rank has only part of the rows or matrices: such a family's terms are
+    found on one device.
     """
     if assembly.config.training.task.is_of_rows or assembly.config.sharing > 1:
         return
@@ -160,18 +160,17 @@ def read_own_loss(assembly: Assembly) -> Iterator[Reading]:
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         yield Reading(key, None, f"not compared: it computes none of labels alone ({one_line(error)})", source)
         return
-    if not math.isfinite(beyond):  # of a step it is told with its rows
+    if not math.isfinite(beyond):  # a step reports it with its rows
         yield Reading(key, None, "not compared: the loss of so few tokens is not finite", source)
         return
-    missing = f"the model's own loss is {beyond:+.3g} off: it has a term that is not built here"
+    missing = f"the model's own loss is {beyond:+.3g} off: it has a term that is not supported"
     yield Reading(key, asked, asked if abs(beyond) < TOLERANCE else missing, source)
 
 
 def _beyond(model: nn.Module, batch: Batch, routed: bool) -> float:
-    """How far the model's own loss is from the cross entropy of its logits, relative to it; 0 where it computes none.
+    """Relative difference between the model's own loss and the cross entropy of its logits; 0 if it has no loss.
 
-    `routed`: with its router loss, if it has any. Families that are no decoders of their own (BART) take labels as they
-    are, others the next tokens'.
+    `routed`: with its router loss, if any. Encoder-decoder families (BART) use labels as they are, others shift them.
     """
     causal, ids = causal_model(model), batch["input_ids"]
     without = {"output_router_logits": False} if asks_for_router_logits(model) and not routed else {}
@@ -190,7 +189,7 @@ def _routers(assembly: Assembly) -> RouterLoss | None:
 
 
 def _of_few_tokens(assembly: Assembly, look: Callable[[nn.Module, Batch], T]) -> T:
-    """What `look` finds in the model as it is evaluated, of a row of a few tokens."""
+    """The result of `look` for a row of a few tokens, with the model in eval mode."""
     vocabulary = causal_model(assembly.model).config.get_text_config().vocab_size
     ids = torch.arange(1, PROBE_TOKENS + 1, device=assembly.place.device).remainder(vocabulary).unsqueeze(0)
     was_training = assembly.model.training

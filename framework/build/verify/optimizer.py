@@ -1,4 +1,4 @@
-"""The optimizer that steps, and what it keeps for each trained tensor."""
+"""Readers of the optimizer in use and its states for each trained tensor."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from framework.schema.plural import counted
 
 
 def read_optimizer(assembly: Assembly) -> Iterator[Reading]:
-    """Its class, its implementation, and that it holds every trained tensor."""
+    """Its class and implementation, and whether it has every trained tensor."""
     asked = Optimizer(assembly.config.training.optimizer)
     optimizer = assembly.optimizer
     parts = list(optimizer.parts.values()) if isinstance(optimizer, ParameterWise) else [optimizer]
@@ -41,7 +41,7 @@ def read_optimizer(assembly: Assembly) -> Iterator[Reading]:
 
 
 def _share_apart(assembly: Assembly) -> str:
-    """How much of what is trained an optimizer of matrices treats as such."""
+    """Share of the trained weights that an optimizer of matrices treats as matrices."""
     apart = matrix_parameters(assembly.config.training, assembly.model)
     if not apart:
         return ""
@@ -51,7 +51,7 @@ def _share_apart(assembly: Assembly) -> str:
 
 
 def read_parameter_groups(assembly: Assembly) -> Iterator[Reading]:
-    """The rate and decay of the trained weights that each pattern matches; LoRA+'s own factor left out."""
+    """The rate and decay of the trained weights that each pattern matches, without LoRA+'s factor."""
     training, ratio = assembly.config.training, assembly.config.peft.lora_plus_lr_ratio
     held = {id(item): group for group in assembly.optimizer.param_groups for item in group["params"]}
     for index, asked in enumerate(training.parameter_groups):
@@ -69,7 +69,7 @@ def read_parameter_groups(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_optimizer_in_backward(assembly: Assembly) -> Iterator[Reading]:
-    """Whether each trained tensor has an optimizer of its own, which the step calls in backward."""
+    """Whether each trained tensor has its own optimizer, called in backward."""
     asked, optimizer = assembly.config.training.optimizer_in_backward, assembly.optimizer
     own = len(optimizer.parts) if isinstance(optimizer, ParameterWise) else 0
     found = own == len(assembly.trained) if asked is True else False
@@ -78,7 +78,7 @@ def read_optimizer_in_backward(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_rounding(assembly: Assembly) -> Iterator[Reading]:
-    """How AnyPrecisionAdamW rounds."""
+    """AnyPrecisionAdamW's rounding."""
     optimizer = assembly.optimizer
     part = next(iter(optimizer.parts.values())) if isinstance(optimizer, ParameterWise) else optimizer
     if isinstance(part, AnyPrecisionAdamW):
@@ -87,7 +87,7 @@ def read_rounding(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_optimizer_states(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Names and dtypes of the states, which optimizers make in their first step, and bytes a trained parameter."""
+    """Names and dtypes of the states, created in the first step, and bytes per trained parameter."""
     found: Counter[State] = Counter()
     size = 0
     for parameter in assembly.trained:
@@ -112,7 +112,7 @@ def read_optimizer_states(assembly: Assembly, step: FirstStep) -> Iterator[Readi
 
 
 def _read_groups(optimizer: torch.optim.Optimizer) -> Reading:
-    """That an optimizer keeps its states with the parameters: a checkpoint has none of what changes in its groups."""
+    """Whether the optimizer's states belong to parameters: a checkpoint has no values that change in its groups."""
     ours = {"params", "lr", "weight_decay", RATE_FACTOR}
     moved = {
         name
@@ -126,7 +126,7 @@ def _read_groups(optimizer: torch.optim.Optimizer) -> Reading:
 
 
 def read_weights_average(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Of how many trained tensors there is a moving average, and where it is."""
+    """Number of trained tensors with a moving average, and its device."""
     training, optimizer = assembly.config.training, assembly.optimizer
     if training.ema_decay is None:
         return
@@ -142,7 +142,7 @@ def read_weights_average(assembly: Assembly, step: FirstStep) -> Iterator[Readin
 
 
 def read_offloaded_states(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Where the states are after a step."""
+    """Device of the states after a step."""
     asked, optimizer = assembly.config.training.optimizer_offload, assembly.optimizer
     held = away = 0
     for parameter, state in optimizer.state.items():

@@ -1,4 +1,4 @@
-"""What one reader found, and how a run's readings look."""
+"""The result of a reader, and the table of a run's readings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reading:
-    """One option: what was asked (None: nothing, it is said for information), what is in effect, and who said so."""
+    """One option: the requested value (None if it is for information), the one in effect, and its source."""
 
     key: str
     asked: str | None
@@ -20,23 +20,23 @@ class Reading:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What the first optimizer step was given: (rows, tokens) of its micro batches, and of the evaluation before it.
+    """Inputs of the first optimizer step: (rows, tokens) of its micro batches, and of the evaluation before it.
 
-    `began` is the number of the first step that this process made, `number` that of the first that changed weights.
-    `documents` are the tokens of each document of each row of each micro batch, padding left out. `joined` is whether
-    the micro batches say where documents begin.
+    `began` is the number of this process's first step, `number` that of the first that changed weights. `documents` are
+    the tokens of each document of each row of each micro batch, without padding. `joined` is whether the micro batches
+    mark where documents begin.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
     eval_batches: tuple[tuple[int, int], ...] = ()
     eval_sets: int = 1
-    """Named sets of rows that these are of."""
+    """Named sets of rows in the evaluation."""
     began: int = 1
     number: int = 1
     documents: tuple[tuple[tuple[int, ...], ...], ...] = ()
     joined: bool = False
     has_reference: bool = False
-    """Whether the micro batches carry what a reference has said of their rows."""
+    """Whether the micro batches carry a reference's precomputed values."""
 
 
 def table(readings: Sequence[Reading]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sharded weights, split rows and split matrices: what several cards share, read from the built objects."""
+"""Readers of sharded weights, split rows and split matrices of several cards."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def read_sharding(assembly: Assembly) -> Iterator[Reading]:
-    """How much of the weights this rank holds, in which dtype they are held and gathered, and in how many units."""
+    """This rank's share of the weights, the dtypes that they are stored and gathered in, and the number of units."""
     sharding, fsdp = assembly.sharding, assembly.config.fsdp
     if sharding is None:
         if fsdp.enable_fsdp is True:
@@ -51,7 +51,7 @@ def read_sharding(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_offloaded_shards(assembly: Assembly) -> Iterator[Reading]:
-    """Where this rank's part of the weights is."""
+    """Device of this rank's part of the weights."""
     if not assembly.config.fsdp.is_on_host or assembly.place.rehearsed:
         return
     kinds = Counter(local_part(parameter).device.type for parameter in assembly.model.parameters())
@@ -59,7 +59,7 @@ def read_offloaded_shards(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_prefetch(assembly: Assembly) -> Iterator[Reading]:
-    """How many blocks gather another one before it is needed."""
+    """Number of blocks that prefetch another one."""
     sharding, fsdp = assembly.sharding, assembly.config.fsdp
     if sharding is None:
         return
@@ -84,7 +84,7 @@ def _word(dtype: Any) -> str:
 
 
 def read_offloaded_base(assembly: Assembly) -> Iterator[Reading]:
-    """Blocks whose frozen weights, every one, are at home on the host, by the addresses of their bytes."""
+    """Blocks whose frozen weights are all on the host, by the addresses of their bytes."""
     asked, streamed, blocks = (
         assembly.config.model.offload_frozen_base is True,
         assembly.streamed,
@@ -106,16 +106,16 @@ def read_offloaded_base(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_offloaded_base_again(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """The same after a step: whatever visited the device is at home again."""
+    """The same after a step: weights copied to the device have been returned."""
     yield from read_offloaded_base(assembly)
 
 
 CHUNK = 4
-"""Tokens of a chunk of the probe; a row has two chunks a device."""
+"""Tokens per chunk of the probe; a row has two chunks per device."""
 
 
 def read_context(assembly: Assembly) -> Iterator[Reading]:
-    """A few tokens forward through the built model as whole rows, and as the parts that training makes of them."""
+    """Logits of a few tokens from the built model, as full rows and split as in training."""
     context = assembly.context
     if context is None:
         return
@@ -145,7 +145,7 @@ MATRICES_TOKENS = 8
 
 
 def read_shared_matrices(assembly: Assembly) -> Iterator[Reading]:
-    """What this rank holds of each planned matrix, and the predictions of a few tokens on all ranks of its group."""
+    """This rank's part of each planned matrix, and the predictions for a few tokens on all ranks of its group."""
     tensor = assembly.tensor
     if tensor is None:
         return
@@ -159,7 +159,7 @@ def read_shared_matrices(assembly: Assembly) -> Iterator[Reading]:
         MATRICES_KEY, asked, found, f"parameters of this rank: {_shapes(tensor, assembly.model)}; all else is whole"
     )
     asked = f"the same on {tensor.size} devices"
-    # How far the logits of this rank's group are from each other, relative to their size.
+    # Relative difference of the logits within this rank's group.
     with predicting(assembly) as predict, assembly.attention:
         logits = predict(few_tokens(assembly, MATRICES_TOKENS))
     most, least = logits.clone(), logits.clone()
@@ -173,7 +173,7 @@ def read_shared_matrices(assembly: Assembly) -> Iterator[Reading]:
 
 
 def _shapes(tensor: "TensorParallel", model: nn.Module) -> str:
-    """The parts of the matrices of a block, each kind once."""
+    """Shapes of the parts of a block's matrices, each kind once."""
     shapes: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         if name in tensor.dimensions and parameter.dim() == 2:
@@ -184,8 +184,8 @@ def _shapes(tensor: "TensorParallel", model: nn.Module) -> str:
 
 _TOLERANCE = {torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.1
-"""Mean relative difference of a token's logits, by the dtype that is computed in. Half precision differs by a few
-hundredths at most."""
+"""Maximum mean relative difference of a token's logits, by compute dtype. Half precision differs by a few hundredths at
+most."""
 
 
 def few_tokens(assembly: Assembly, count: int) -> Batch:
@@ -197,10 +197,10 @@ def few_tokens(assembly: Assembly, count: int) -> Batch:
 
 @contextmanager
 def predicting(assembly: Assembly) -> Iterator[Callable[[Batch], Tensor]]:
-    """Within the block, what gives the logits of a batch `[rows, tokens, vocabulary]`, float32, without dropout."""
+    """Context with a function for the logits of a batch `[rows, tokens, vocabulary]`, float32, without dropout."""
     was_training = assembly.model.training
     assembly.model.eval()
-    # No backward follows. DDP must be told, or it reduces the next one, in the middle of the first step.
+    # No backward follows. Otherwise DDP would reduce during the next backward, in the middle of the first step.
     with torch.no_grad(), assembly.autocast, assembly.keeping_gradients(is_last=False):
         yield lambda batch: assembly.through(_logits, batch)
     assembly.model.train(was_training)
@@ -209,7 +209,7 @@ def predicting(assembly: Assembly) -> Iterator[Callable[[Batch], Tensor]]:
 
 
 def is_alike(assembly: Assembly, difference: float) -> bool:
-    """Whether a relative difference is one of rounding; one that is no number is not."""
+    """Whether a relative difference is due to rounding; NaN is not."""
     computed = autocast_dtype(assembly.config.training) or next(assembly.model.parameters()).dtype
     return difference < _TOLERANCE.get(computed, _HALF_TOLERANCE)
 

@@ -1,4 +1,4 @@
-"""Weights and positions as they are held: counts, dtypes, frozen modules, rows of added tokens, rotary positions."""
+"""Readers of stored weights and positions: counts, dtypes, frozen modules, rows of added tokens, rotary positions."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from framework.schema.plural import counted
 
 
 def read_parameters(assembly: Assembly) -> Iterator[Reading]:
-    """How many parameters are trained and frozen, by dtype; and that adapter or patterns left what they should."""
+    """Number of trained and frozen parameters by dtype, and whether they match the adapter or patterns."""
     parameters = [(item, assembly.numel(name, item)) for name, item in assembly.model.named_parameters()]
     total, trained = (sum(count for item, count in parameters if item.requires_grad or all_) for all_ in (True, False))
     frozen = sum(item.parameters for item in assembly.frozen)
@@ -42,14 +42,14 @@ def read_parameters(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_weight_dtypes(assembly: Assembly) -> Iterator[Reading]:
-    """The dtypes of the model's own weights, adapters and packed ones aside."""
+    """The dtypes of the model's weights, except adapters and quantized ones."""
     asked = assembly.config.model.torch_dtype_str or TorchDtype.AUTO
     own = [
         parameter
         for name, parameter in assembly.model.named_parameters()
         if parameter.is_floating_point()
         and not (assembly.adapter and is_of_adapter(name, parameter))
-        and not is_packed(parameter)  # whose dtype is that of bytes
+        and not is_packed(parameter)  # their dtype is that of bytes
         and parameter.dtype is not HELD  # read back by `read_float8_products`
     ]
     counted = Counter(parameter.dtype for parameter in own)
@@ -62,24 +62,24 @@ def read_weight_dtypes(assembly: Assembly) -> Iterator[Reading]:
 
 
 def _keeps_some_in_float32(model: nn.Module, counted: Counter[torch.dtype], wanted: torch.dtype) -> bool:
-    """Whether the only other dtype is float32 in modules that transformers itself keeps there."""
+    """Whether the only other dtype is float32, in modules that transformers itself keeps in it."""
     kept = getattr(causal_model(model), "_keep_in_fp32_modules", None)
     kept_strict = getattr(causal_model(model), "_keep_in_fp32_modules_strict", None)
     return bool(kept or kept_strict) and set(counted) == {wanted, torch.float32}
 
 
 def read_autocast(assembly: Assembly) -> Iterator[Reading]:
-    """The dtype that a matrix product has inside the context of forward, its masters and its loss scaler."""
+    """The dtype of a matrix product in the context of forward, its master weights and its loss scaler."""
     key = "training.mixed_precision_dtype"
     asked = MixedPrecision(assembly.config.training.mixed_precision_dtype or "none")
     words = {dtype: str(word) for word, dtype in AUTOCAST_DTYPES.items()}
     kind, sharding = assembly.place.kind, assembly.sharding
     settings = causal_model(assembly.model).config.get_text_config().to_dict()
-    said = "".join(f"; {line}" for line in describe_float16(assembly.config, settings))
+    float16 = "".join(f"; {line}" for line in describe_float16(assembly.config, settings))
     if sharding is not None:
         gathered = sharding.gathered_dtype
         found = words.get(gathered, "?") if gathered is not None else "none"
-        yield Reading(key, str(asked), found, f"what fully_shard gathers weights in{said}")
+        yield Reading(key, str(asked), found, f"what fully_shard gathers weights in{float16}")
         return
     with assembly.autocast:
         found = words.get(torch.get_autocast_dtype(kind), "?") if torch.is_autocast_enabled(kind) else "none"
@@ -90,11 +90,11 @@ def read_autocast(assembly: Assembly) -> Iterator[Reading]:
         found += " with a loss scaler" if scale.enabled else " without a loss scaler"
     elif scale.enabled:
         source += f", loss scale {scale.scaler.get_scale():g}"
-    yield Reading(key, str(asked), found, source + said)
+    yield Reading(key, str(asked), found, source + float16)
 
 
 def read_float32_products(assembly: Assembly) -> Iterator[Reading]:
-    """torch's switch for float32 matrix products on CUDA, as it stands now."""
+    """torch's current setting for float32 matrix products on CUDA."""
     asked = assembly.config.training.tf32
     found = str(torch.backends.cuda.matmul.fp32_precision == "tf32").lower()
     source = f"torch.backends.cuda.matmul.fp32_precision {torch.backends.cuda.matmul.fp32_precision}"
@@ -102,7 +102,7 @@ def read_float32_products(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_frozen_modules(assembly: Assembly) -> Iterator[Reading]:
-    """What each pattern matched is still without gradients."""
+    """Whether the weights of each pattern are still frozen."""
     for item in assembly.frozen:
         counts = (item.parameters, still_frozen(assembly.model, item.names, assembly.numel))
         asked, found = (f"{item.pattern}: {count:,} frozen" for count in counts)
@@ -115,7 +115,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def read_float8_products(assembly: Assembly) -> Iterator[Reading]:
-    """The layers that multiply so, with how many scales an operand has; asked of all that could."""
+    """The float8 layers, with the number of scales per operand; expected in all layers that support it."""
     asked = assembly.config.training.fp8
     linear: list[Any] = [module for module in assembly.model.modules() if isinstance(module, nn.Linear)]
     converted = [module for module in linear if type(module).__name__ == "Float8Linear"]
@@ -131,7 +131,7 @@ def read_float8_products(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_head(assembly: Assembly) -> Iterator[Reading]:
-    """How many answers a task of rows has, whether all of the head is trained, and which of its weights are new."""
+    """Number of outputs of a task of rows, whether the head is fully trained, and its new weights."""
     task, model = assembly.config.training.task, causal_model(assembly.model)
     if not task.is_of_rows:
         return
@@ -154,7 +154,7 @@ def read_head(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_vocabulary(assembly: Assembly) -> Iterator[Reading]:
-    """How many rows there are, and whether those of added tokens start where they should; of whole matrices alone."""
+    """Number of rows, and whether those of added tokens start at the right values; for unsplit matrices only."""
     config = assembly.config
     if not changes_rows(config.model):
         return
@@ -192,7 +192,7 @@ def read_trained_tokens(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_rope_scaling(assembly: Assembly) -> Iterator[Reading]:
-    """The kind that the rotary modules have, and the factor and positions in the config that they read."""
+    """The type of the rotary modules, and the factor and positions of the config that they read."""
     scaling = assembly.config.model.rope_scaling
     if scaling is None:
         return

@@ -42,7 +42,7 @@ def test_each_kind_trains_and_is_read_back(architecture, peft, kind):
     assembly = tiny_assembly(quantized(architecture, **peft))
     [reading] = [reading for reading in verify(assembly) if reading.key == "peft.q_lora"]
     assert reading.found == kind
-    assert "not quantised: " in reading.source
+    assert "not quantized: " in reading.source
     assert "embedding 8,192 float32" in reading.source or architecture is GPT2
     losses = steps(assembly, 4)
     assert losses[-1] < losses[0]
@@ -65,7 +65,7 @@ def test_the_plan_holds_what_is_built(architecture, peft, kind):
     assert rehearsal.footprint.total_parameters == plain.total_parameters
     assert rehearsal.footprint.trainable_parameters == plain.trainable_parameters
     assert rehearsal.footprint.frozen_products == plain.frozen_products
-    assert f"layers in {kind}; not quantised, nor cast: " in rehearsal.notes[1]
+    assert f"layers in {kind}; not quantized, nor cast: " in rehearsal.notes[1]
 
 
 @pytest.mark.parametrize("method", first(2, ["loftq", "prompt", "dora", "rslora", "vera", "ia3", "prefix"]))

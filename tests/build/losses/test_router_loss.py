@@ -221,7 +221,7 @@ def test_a_term_that_only_the_models_own_loss_has_stops_the_run(extra, monkeypat
     if not extra:
         assert readings(assembly)["terms of the loss"].holds
         return
-    with pytest.raises(VerificationFailed, match="has a term that is not built here"):
+    with pytest.raises(VerificationFailed, match="has a term that is not supported"):
         verify(assembly)
 
 
