@@ -44,7 +44,7 @@ gpu-test:
 recipes: install
 	for recipe in recipes/*.yaml; do $(BIN)/tunesmith check $$recipe --quick || exit; done
 
-# Every recipe on every card, half an hour of one core: benchmarks/results/verdicts.json and docs/verdicts.md.
+# Every recipe on every card, an hour of one core: benchmarks/results/verdicts.json and docs/verdicts.md.
 verdicts: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/verdicts.py
 

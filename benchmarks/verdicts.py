@@ -1,7 +1,7 @@
 """Whether `chat` with nine models and three ways to train fits each shipped card, at what speed: results/verdicts.json
 and docs/verdicts.md.
 
-python benchmarks/verdicts.py [ROW ..]        the rows named, else all (half an hour of one core)
+python benchmarks/verdicts.py [ROW ..]        the rows named, else all (an hour of one core)
 python benchmarks/verdicts.py --page          the page alone, from the results
 
 A row is rehearsed once for each class of kernels: with few layers at three micro batches (memory/search/estimate),
@@ -220,7 +220,7 @@ def made(names: Sequence[str]) -> Iterator[tuple[str, dict[str, dict[str, Any]]]
 INTRODUCTION = """\
 # Does it fit?
 
-Made by `make verdicts` (`benchmarks/verdicts.py`, half an hour of one core); do not edit. Planned, not measured, for
+Made by `make verdicts` (`benchmarks/verdicts.py`, an hour of one core); do not edit. Planned, not measured, for
 one card and rows of the recipe's length; {versions}, {date}.
 A line is `tunesmith train chat model=MODEL peft=none` (full), `peft=lora` or `peft=qlora`.
 
@@ -238,10 +238,16 @@ they were committed. Of the other recipes `tunesmith plan` tells.
 """
 
 
+EARLIER = """\
+Not made again since the step times of 2026-11-30: {}. Of the others speeds changed by up to 15 %, and QLoRA needs up to
+13 % less than it did.
+"""
+
+
 def page(document: Mapping[str, Any]) -> str:
     """docs/verdicts.md: a table for each way to train, a line a model, a column a card."""
-    found = document["verdicts"]
-    lines = [INTRODUCTION.format(**document)]
+    found, earlier = document["verdicts"], document["earlier"]
+    lines = [INTRODUCTION.format(**document), *([EARLIER.format(", ".join(earlier))] if earlier else [])]
     for way in WAYS:
         lines += _table(
             f"## {way}", {name.removesuffix(f"_{way}"): found[name] for name in found if way_of(name) == way}
@@ -297,7 +303,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*")
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"verdicts": {}}
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"verdicts": {}, "earlier": []}
     if not asked.page:
         known |= {
             "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
@@ -307,6 +313,7 @@ def main() -> None:
         began = time.process_time()
         for name, rows in made(asked.rows or list(ROWS)):
             known["verdicts"][name] = rows
+            known["earlier"] = [row for row in known["earlier"] if row != name]
             seconds = time.process_time() - began
             print(
                 f"{seconds:.0f} s", name, {card: _cell(row) for card, row in rows.items()}, file=sys.stderr, flush=True
