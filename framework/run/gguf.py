@@ -150,8 +150,7 @@ def chosen_kind(word: str) -> GgufKind:
 def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exported:
     """Write the model of a run, or of a folder, as `output` (else `gguf/RUN-KIND.gguf` in `source`) and a Modelfile.
 
-    One tensor is in memory at a time. Raises RequestError for an unmerged adapter, an unsupported architecture or
-    tokenizer, and an existing file; SaveFailed if the file cannot be written or does not read back.
+    Raises RequestError for an unsupported model or an existing file, SaveFailed if the file does not read back.
     """
     try:
         import gguf  # noqa: F401

@@ -127,7 +127,7 @@ def test_an_adapter_trains_the_new_rows_unless_it_is_told_otherwise(folder):
 
 
 def test_ids_that_are_no_tokens_are_refused(folder):
-    with pytest.raises(RequestError, match="300 is no token of this model"):
+    with pytest.raises(RequestError, match="300 is not a token of this model"):
         built(config(folder, peft={"trainable_token_indices": (5, 300)}, added_tokens=()))
 
 
