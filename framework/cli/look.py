@@ -214,7 +214,7 @@ def _find_lever(key: str) -> "Lever":
     except KeyError:
         names = [row.key for row in LEVERS]
         is_key = key in every_key()
-        message = f"{key} does not affect memory" if is_key else unknown(tuple(key.split(".")))[0]
+        message = f"{key} is not a memory lever" if is_key else unknown(tuple(key.split(".")))[0]
         likely = nearest(key, names) or nearest(key.rpartition(".")[2], names)
         raise RequestError([Problem(key, message, None, "a key of `tunesmith levers`", likely)]) from None
 

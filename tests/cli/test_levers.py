@@ -62,4 +62,4 @@ def test_a_misspelt_key_gets_the_nearest(run, key, nearest):
 def test_a_key_that_is_no_lever_is_said_to_be_none(run):
     code, _, err = run("training.seed")
     assert code == 2
-    assert "training.seed does not affect memory" in err
+    assert "training.seed is not a memory lever" in err

@@ -109,7 +109,7 @@ def test_components_that_do_not_settle_are_taken_as_they_are_and_said(tmp_path, 
     monkeypatch.setattr(SVDHook, "__call__", never_settled)
     monkeypatch.setattr(eva, "EVA_PASSES", 5)
     folder = train(asked(tmp_path), planner=None).folder
-    assert calls.count(calls[0]) == 5
+    assert calls.count(calls[0]) == 4, "the first of the five passes compares inputs"
     said = capsys.readouterr()
     assert "components of 4 of 4 inputs still moved after 5 passes" in said.out + said.err
     start = load_file(checkpoints(folder)[0] / "model.safetensors")

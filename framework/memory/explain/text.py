@@ -20,7 +20,7 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 """Variable for the allocator's settings if the message names none. Before torch 2.9: PYTORCH_CUDA_ALLOC_CONF."""
 MOST_MOVES = 12
 MOST_WORDS = 400
-_HEADS = {Kind.NAN: "a value is not finite", Kind.HANG: "processes waited for each other until a timeout"}
+_HEADS = {Kind.NAN: "a value is not finite", Kind.HANG: "processes waited for a rank that did not answer"}
 _PHASES = {"optimizer_step": "the optimizer step"}
 _CAUSES = {
     Cause.CAPACITY: "more memory is needed at that moment than there is",
@@ -141,7 +141,7 @@ def _advice(explanation: Explanation) -> Iterator[str]:
 
 def _host_advice(message: Message) -> Iterator[str]:
     if message.name in ("torchelastic", "launcher", "killed"):
-        yield "a process was killed from outside, most often by the kernel for lack of memory: `dmesg` shows that"
+        yield "a process was killed from outside, most often by the kernel for lack of memory: `dmesg` shows whether it was"
     if message.name in ("shared memory", "loader"):
         yield "give the container more shared memory (`--shm-size`, /dev/shm), or set data.workers=0"
     if message.name == RANKS_SHARE:

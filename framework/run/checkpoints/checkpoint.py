@@ -204,8 +204,8 @@ def save_checkpoint(
     Returns its path.
 
     `parts` is the folder into which all ranks have written their shards, which moves into the checkpoint. `say`
-    receives a warning for an older one that cannot be deleted. With
-    `at_once`, weights and optimizer states are written concurrently, both from host memory.
+    receives a warning for an older one that cannot be deleted. With `at_once`, weights and optimizer states are written
+    concurrently, both from host memory.
 
     Raises SaveFailed if it cannot be written or does not read back; every earlier checkpoint is kept then.
     """

@@ -79,7 +79,7 @@ class _Search:
 
         def bounded(hook: Any, module: nn.Module, given: Any, output: Any) -> None:
             decompose(hook, module, given, output)
-            if self.passes > EVA_PASSES:
+            if self.passes >= EVA_PASSES:
                 self.unsettled += not bool(hook.converged.all())
                 hook.converged = torch.ones_like(hook.converged)
             self.converged[hook.name] = hook.converged
