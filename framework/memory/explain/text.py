@@ -141,7 +141,7 @@ def _advice(explanation: Explanation) -> Iterator[str]:
 
 def _host_advice(message: Message) -> Iterator[str]:
     if message.name in ("torchelastic", "launcher", "killed"):
-        yield "a process was killed from outside, most often by the kernel for lack of memory: `dmesg` shows whether it was"
+        yield "a process was killed from outside, most often by the kernel for lack of memory; `dmesg` shows if so"
     if message.name in ("shared memory", "loader"):
         yield "give the container more shared memory (`--shm-size`, /dev/shm), or set data.workers=0"
     if message.name == RANKS_SHARE:
