@@ -178,7 +178,7 @@ class Rehearsals:
             require_versions()
             self._server = _Server()
         _asked.append(self._server)
-        so_far = f" after {self.made} others" if self.made else ""
+        so_far = f" after {counted(self.made, 'other')}" if self.made else ""
         try:
             with doing(f"rehearsing {counted(len(configs), 'setting')}{so_far}"):
                 return self._server.ask(configs)
