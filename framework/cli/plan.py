@@ -245,7 +245,7 @@ def _check_options(output: Path | None, html: Path | None, allow: str | None) ->
     if allow not in (None, "exact", "inexact"):
         raise RequestError([Problem("--allow", f"cannot be {allow!r}", None, "inexact or exact")])
     if output is not None and output.suffix not in (".yaml", ".yml"):
-        raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
+        raise RequestError([Problem("--output", f"{output} is not a YAML file", expected="a name that ends in .yaml")])
     check_writable(output, "--output")
     check_writable(html, "--html")
 

@@ -157,7 +157,7 @@ def _no_run(folder: Path) -> Problem:
     expected = "the folder that `train` wrote"
     if not folder.is_dir():
         inside = folder.parent if _is_run(folder.parent) else path_like(folder, _is_run)
-        what = "is a file" if folder.exists() else "is no folder"
+        what = "is a file" if folder.exists() else "is not a folder"
         return Problem("RUN", f"{folder} {what}", expected=expected, nearest=str(inside) if inside else None)
     around = next((parent for parent in list(folder.absolute().parents)[:2] if _is_run(parent)), None)
     runs = [around] if around else sorted(entry for entry in folder.iterdir() if _is_run(entry))

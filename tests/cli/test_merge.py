@@ -124,7 +124,7 @@ def test_what_cannot_be_merged_is_named(run, capsys):
         (plain, "is a plain model already"),
         (prompt, "nothing to add to the weights"),
         (Path("empty"), "neither a model nor a run"),
-        (Path("absent"), "is no folder"),
+        (Path("absent"), "is not a folder"),
         (unfinished, "has not finished"),
     ):
         capsys.readouterr()

@@ -288,7 +288,7 @@ def test_broken_rows_are_refused_with_their_place(classifier, tmp_path, capsys, 
 def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
     asked = lines(tmp_path / "asked.jsonl", [{"text": text} for text in TEXTS])
     assert "--score" in refused(capsys, classifier, asked, "--score")
-    assert "is no folder" in refused(capsys, tmp_path / "nowhere", asked)
+    assert "is not a folder" in refused(capsys, tmp_path / "nowhere", asked)
     misspelt = classifier.with_name(f"{classifier.name}s")
     assert f"did you mean {classifier}\n" in refused(capsys, misspelt, asked)
     assert "has neither a model nor a run in it" in refused(capsys, tmp_path, asked)

@@ -91,7 +91,7 @@ def find_saved_model(source: Path, trusts_code: bool = False, allow: Sequence[st
     if (source / CONFIG_FILE).exists():
         message = f"{source} is a run that has not finished: it has no {FINAL}/"
         raise RequestError([Problem("RUN", message, expected=f"tunesmith train {source / CONFIG_FILE} --resume")])
-    what = "has neither a model nor a run in it" if source.is_dir() else "is no folder"
+    what = "has neither a model nor a run in it" if source.is_dir() else "is not a folder"
     expected = f"a run folder, or one with {MODEL_FILE} or {ADAPTER_FILE}"
     nearest = None if source.is_dir() else path_like(source, Path.is_dir)
     raise RequestError([Problem("RUN", f"{source} {what}", expected=expected, nearest=nearest)])
