@@ -84,7 +84,7 @@ def test_nothing_is_written_over_and_everything_missing_is_told_at_once(shown, c
 def test_what_is_no_yaml_file_is_not_written(shown, capsys):
     assert main(["init", "--model", "qwen3_0.6b", "--data", rows("sft"), "gpu=l4_24gb"]) == 2
     told = capsys.readouterr().err
-    assert "gpu=l4_24gb is no YAML file" in told
+    assert "gpu=l4_24gb is not a YAML file" in told
     assert "did you mean --gpu l4_24gb" in told
     assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]
 

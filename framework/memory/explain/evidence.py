@@ -173,7 +173,7 @@ def plan_of(run: Path) -> SavedPlan:
     """The plan of a named run. Raises RequestError if there is none."""
     plan, unread = read_plan(run)
     if plan is None:
-        reason = f"holds no {PLAN} that can be read" if run.is_dir() else "is no folder"
+        reason = f"holds no {PLAN} that can be read" if run.is_dir() else "is not a folder"
         message = f"{run} {reason}{f' ({unread})' if unread else ''}"
         nearest = path_like(run, _is_run)
         raise RequestError([Problem("--run", message, None, "the folder that `train` wrote", nearest)])
