@@ -42,7 +42,8 @@ def init(
     if output.suffix not in (".yaml", ".yml"):
         option, equals, value = output.name.partition("=")
         nearest = f"--{option} {value}" if equals else f"{output}.yaml"
-        raise RequestError([Problem("OUTPUT", f"{output} is not a YAML file", None, "a name that ends in .yaml", nearest)])
+        message = f"{output} is not a YAML file"
+        raise RequestError([Problem("OUTPUT", message, None, "a name that ends in .yaml", nearest)])
     if output.exists():
         raise RequestError([Problem("OUTPUT", f"{output} exists", expected="a new file, which is written")])
     check_writable(output, "OUTPUT")
