@@ -174,7 +174,7 @@ def test_another_base_is_no_reference_for_a_resumed_run(files, tmp_path, monkeyp
 def test_rows_of_the_other_kind_are_refused(files, tmp_path):
     wrong = config(files, tmp_path / "run", "kto")
     pairs = wrong.model_copy(update={"data": config(files, tmp_path / "run").data})
-    with pytest.raises(RequestError, match=r"loss_type: kto learns from `unpaired` rows"):
+    with pytest.raises(RequestError, match=r"loss_type: kto needs `unpaired` rows"):
         train(pairs)
 
 
