@@ -7,6 +7,7 @@ package above `run` loads torch.
 Public names load on first use, so that `import framework` costs nothing. `import tunesmith` gives the same names.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'framework' has no attribute {name!r}")
     module = _HOMES[name]
-    if module in _LOADS_TORCH:
+    if module in _LOADS_TORCH and module not in sys.modules:
         from framework.installation import require_versions
 
         require_versions()  # else the import of a version that is not supported fails somewhere inside

@@ -1,5 +1,6 @@
 """Installed libraries of versions that are not supported are told before they are imported."""
 
+import sys
 from importlib.metadata import PackageNotFoundError, requires
 
 import pytest
@@ -62,6 +63,7 @@ def test_python_is_told_as_well(monkeypatch):
     found(monkeypatch, transformers="4.57.1")
     with pytest.raises(framework.RequestError, match="transformers"):
         framework.train(framework.TrainingConfig())
+    monkeypatch.delitem(sys.modules, "framework.build.assembly", raising=False)  # asked before it is imported
     with pytest.raises(framework.RequestError, match="transformers"):
         _ = framework.Assembly
     with pytest.raises(framework.RequestError, match="transformers"):
