@@ -1,12 +1,12 @@
 """AdamW whose weights and states are bfloat16 or 8-bit floats, without losing updates smaller than their last bit.
 
 Plain bfloat16 rounds an update away when it is below half the last bit of the weight (2^-9 of it). Two remedies:
-stochastic rounding, right on average (Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192), and Kahan
-summation, which carries what was rounded off in a compensation of two bytes. The second moment moves by less than its
-last bit in almost every step (beta2 0.999), so it is rounded stochastically in both.
+stochastic rounding, unbiased on average (Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192), and Kahan
+summation, which keeps the rounding error in a compensation of two bytes. The second moment moves by less than its last
+bit in almost every step (beta2 0.999), so it is rounded stochastically in both.
 
-Each update is one pass over a parameter's memory, in which its gradient is clipped too. On a card one launch of a
-kernel updates all parameters that share their numbers; elsewhere plain torch does the same, with the same random bits.
+Each update is one pass over a parameter's memory, including gradient clipping. On a card one kernel launch updates all
+parameters with equal settings; elsewhere plain torch computes the same, with the same random bits.
 """
 
 from collections import defaultdict, deque
@@ -24,17 +24,17 @@ from framework.build.seeds import mixed, random_bits
 from framework.schema.choices import Rounding
 
 PIECE = 1 << 24
-"""Elements computed at once without a kernel: float32 temporaries stay below 0.5 GiB however large an embedding is."""
+"""Elements computed at once without a kernel: float32 temporaries stay below 0.5 GiB for any embedding."""
 CHUNK = 16384
-"""Elements that one program of the kernel updates: enough that finding its tensor costs little next to the update."""
+"""Elements per program of the kernel: enough that the lookup of its tensor is cheap compared with the update."""
 UNKNOWN_STEPS = 8
-"""Steps that may have been launched before the host knows whether the first of them was skipped."""
+"""Maximum steps launched before the host knows whether the first of them was skipped."""
 PARTS_APART = 1_000_003
-"""Between the seeds of two parts of a sharded weight, which must not draw the same bits."""
+"""Offset between the seeds of the parts of a sharded weight, which must draw different bits."""
 
 
 class Update(NamedTuple):
-    """One parameter with its gradient and states, of each what this rank holds, contiguous; and a seed of its own."""
+    """One parameter with its gradient and states, as this rank's contiguous parts, and its own seed."""
 
     weight: Tensor
     gradient: Tensor
@@ -59,7 +59,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of one step that the updates of a launch share."""
+    """The settings of one step shared by the updates of a launch."""
 
     rate: float
     decay: float
@@ -78,7 +78,7 @@ class Kernel(NamedTuple):
 
     launch: Callable[[Tensor, int, Update, Numbers], None]
     reaches_host: bool = False
-    """Whether it takes tensors in host memory too: triton's interpreter does."""
+    """Whether it also supports tensors in host memory, as triton's interpreter does."""
 
 
 class AnyPrecisionAdamW(torch.optim.Optimizer):
@@ -87,12 +87,12 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
     Bytes a bfloat16 parameter: weight 2, gradient 2, moments 2 and 2; `kahan` adds 2. With `state_bits` of 8 the
     moments are 1 and 1, and a float32 scale each for 256 elements (`codes`); parameters below `codes.SMALLEST` elements
     keep bfloat16. Float32 parameters keep float32 weights, which need no rounding. `numbers` gives each parameter its
-    place in the model: random bits are drawn from (`seed`, step, place), so that a resumed run draws the same. Without
-    a `kernel` plain torch updates, piece by piece.
+    position in the model: random bits depend on (`seed`, step, position), so that a resumed run draws the same. Without
+    a `kernel` plain torch updates in pieces.
 
-    `grad_scale` and `found_inf` are torch's words for two scalars on the device (torch.amp.GradScaler and the fused
-    optimizers): gradients are divided by the first, and where the second is 1 a step changes nothing. The host need not
-    wait for either; once it knows that there were such steps, `take_back_skipped_steps` takes them out of the counts.
+    `grad_scale` and `found_inf` are torch's names of two scalars on the device (torch.amp.GradScaler and the fused
+    optimizers): gradients are divided by the first, and if the second is 1 a step changes nothing. The host need not
+    wait for either; once it knows of such steps, `take_back_skipped_steps` subtracts them from the counts.
     """
 
     def __init__(
@@ -149,15 +149,15 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
                 _put_back(weight, update)
 
     def take_back_skipped_steps(self) -> None:
-        """Take the last steps out of the counts as far as `found_inf` was 1, so that the device has changed nothing.
-        Waits for the device."""
+        """Subtract the last steps with `found_inf` 1 from the counts, since they changed nothing. Waits for the
+        device."""
         skipped, self._skipped = 0 if self._skipped is None else int(self._skipped), None
         for _ in range(min(skipped, len(self._counted))):
             for state in self._counted.pop():
                 state["step"] -= 1
 
     def _update(self, parameter: Tensor) -> tuple[Tensor, Update]:
-        """What this rank holds of a parameter, and its update, with one step more in its count."""
+        """This rank's part of a parameter and its update, with the step count incremented."""
         state = self.state[parameter]
         if not state:
             self._make_states(state, parameter)
@@ -197,7 +197,7 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
 
 
 def note_only(table: Tensor, chunks: int, update: Update, numbers: Numbers) -> None:
-    """Placeholder for a launch in a rehearsal: the table exists, and `_launch` has noted the bytes."""
+    """Placeholder for a launch in a rehearsal: the table exists, and `_launch` has recorded the bytes."""
 
 
 def _launch(kernel: Kernel | None, updates: Sequence[Update], numbers: Numbers) -> None:
@@ -214,7 +214,7 @@ def _launch(kernel: Kernel | None, updates: Sequence[Update], numbers: Numbers) 
 
 
 def _put_back(weight: Tensor, update: Update) -> None:
-    """Write the new weights where a parameter lies in memory in another order than its elements."""
+    """Write the new weights of a parameter whose memory order differs from its elements' order."""
     if update.weight is not weight and not weight.is_contiguous():
         weight.copy_(update.weight)
 
@@ -265,7 +265,7 @@ def _decoded(update: Update) -> Iterator[Tensor]:
 
 
 def _keep(update: Update, first: Tensor, second: Tensor, noise: Tensor) -> None:
-    """Write both moments in the numbers that they are held in. `second` is changed."""
+    """Store both moments in their formats. Changes `second`."""
     if update.first_scales is None or update.second_scales is None:
         update.first.copy_(first)
         update.second.copy_(round_stochastically(second, noise >> 16))
@@ -281,13 +281,13 @@ def _keep(update: Update, first: Tensor, second: Tensor, noise: Tensor) -> None:
 
 
 FIRST_NOISE = 0x2C1B3C6D
-"""An odd factor that gives the first moment other random bits than the second (the lower half of a bit mixer)."""
+"""An odd factor for different random bits of the first and second moment (the lower half of a bit mixer)."""
 
 
 def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:
-    """float32 `value`, changed in place, as float32 numbers that bfloat16 holds exactly: up or down with the
-    probability that makes the mean right. The 16 bits that bfloat16 lacks are added to at random, from the lower bits
-    of the int32 `noise`, then cut off.
+    """float32 `value`, rounded in place to numbers that bfloat16 represents exactly: up or down with the probability
+    that preserves the mean. The 16 bits that bfloat16 lacks are added to at random, from the lower bits of the int32
+    `noise`, then cut off.
     """
     bits = value.view(torch.int32)
     bits.add_(noise & 0xFFFF).bitwise_and_(-(1 << 16))

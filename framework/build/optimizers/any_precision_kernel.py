@@ -34,7 +34,7 @@ def _random_bits(at, seed):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded(value, noise):  # type: ignore[no-untyped-def]
-    """float32 -> bfloat16, stochastically: the low 16 bits of `noise` are added to those that are cut off."""
+    """Stochastic float32 -> bfloat16: the low 16 bits of `noise` are added to those that are cut off."""
     bits = (value.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)) & 0xFFFF0000
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
 
@@ -92,8 +92,8 @@ def _update(  # type: ignore[no-untyped-def]
     scale, rate, decay, beta1, beta2, epsilon, inverse1, inverse2,
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, KAHAN: tl.constexpr, CODED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The elements `begin` to `begin` + _ROWS x _WIDTH. ALIGNED: all of them are before `end`, at addresses that loads
-    of 16 bytes take. All loads come first, so that they wait for memory together."""
+    """Update the elements `begin` to `begin` + _ROWS x _WIDTH. ALIGNED: all of them are before `end`, at addresses for
+    16-byte loads. All loads come first, so that their latencies overlap."""
     rows = tl.arange(0, _ROWS)
     at = begin + rows[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
     inside = None if ALIGNED else at < end
@@ -149,7 +149,7 @@ def _update_edge(  # type: ignore[no-untyped-def]
     scale, rate, decay, beta1, beta2, epsilon, inverse1, inverse2,
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, KAHAN: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
-    """The end of a tensor, or one at an odd address: apart, so that it takes no registers of the others' code."""
+    """The end of a tensor, or a misaligned one: a separate branch, so that it needs no registers in the main code."""
     _update(
         weights, gradients, firsts, seconds, compensations, first_scales, second_scales, seed, begin, end,
         scale, rate, decay, beta1, beta2, epsilon, inverse1, inverse2, WEIGHT, GRADIENT, KAHAN, CODED, False,
@@ -206,7 +206,8 @@ _DTYPES = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.fl
 
 
 def launch(table, chunks: int, update: Update, numbers: Numbers) -> None:  # type: ignore[no-untyped-def]
-    """Update all rows of the table, which are of the kind of `update`. At most 2^32 elements draw different bits."""
+    """Update all rows of the table, which are of the same kind as `update`. At most 2^32 elements draw different
+    bits."""
     scale, found = numbers.grad_scale, numbers.found_inf
     _step[(chunks,)](
         table,

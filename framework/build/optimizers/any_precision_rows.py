@@ -1,4 +1,4 @@
-"""How AnyPrecisionAdamW is made, in both of its widths."""
+"""Table rows of AnyPrecisionAdamW, in both widths."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +29,7 @@ def _make(training: TrainingParams, groups: Groups, trained: Trained) -> AnyPrec
 
 
 def _kernel(place: Place) -> Kernel | None:
-    """The launch over many parameters on a CUDA card, by triton, which torch for CUDA brings on Linux; else None."""
+    """The launch over many parameters on a CUDA card, by triton, which torch for CUDA includes on Linux; else None."""
     if place.kind != "cuda":
         return None
     if place.rehearsed:

@@ -1,10 +1,10 @@
 """8-bit floats for optimizer states: one float32 scale for every 256 elements, rounded up or down at random.
 
 A first moment has a sign, four bits of exponent and three of mantissa, a second moment five bits of exponent and three
-of mantissa: both span more than the gradients of a block differ by (2^17 and 2^34), and a step between neighbours is at
-most an eighth. Rounding to the nearest would freeze a second moment, which moves by a thousandth a step (beta2 0.999);
-rounding at random is right on average. Numbers are written by their bits, so that kernels need no table: a float32
-whose exponent is shifted to the code's range has the code in its upper bits, subnormals too.
+of mantissa: both ranges (2^17 and 2^34) exceed the spread of a block's gradients, and neighbours differ by at most an
+eighth. Rounding to nearest would freeze a second moment, which changes by a thousandth per step (beta2 0.999); random
+rounding is unbiased on average. Numbers are encoded by their bits, so that kernels need no table: a float32 whose
+exponent is shifted to the code's range has the code in its upper bits, subnormals too.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,15 @@ from torch import Tensor
 BLOCK = 256
 """Elements that share a scale, as in bitsandbytes' blockwise 8-bit optimizers: 2.03 bytes of states a parameter."""
 SMALLEST = 4096
-"""Elements from which a parameter has coded states; smaller ones, norms and biases, cost nothing (as bitsandbytes)."""
+"""Minimum elements of a parameter with coded states; smaller ones, norms and biases, take little memory (as
+bitsandbytes)."""
 MANTISSA = 3
 DROPPED = 23 - MANTISSA
-"""Bits of a float32's mantissa that a code has not, and as many random ones are added before they are cut off."""
+"""Bits of a float32's mantissa that a code lacks; as many random bits are added before they are cut off."""
 LARGEST = 2 - 2.0**-MANTISSA
-"""What the largest element of a block becomes: the largest code's mantissa, with an exponent of zero."""
+"""Scaled value of the largest element of a block: the largest code's mantissa, with an exponent of zero."""
 TINIEST_SCALE = 1e-30
-"""Keeps the reciprocal of a scale finite; elements below it are nothing next to Adam's epsilon."""
+"""Minimum scale, so that its reciprocal is finite; elements below it are negligible compared with Adam's epsilon."""
 
 
 @dataclass(frozen=True)

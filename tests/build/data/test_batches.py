@@ -120,8 +120,8 @@ def test_ranks_share_a_step_without_overlap_and_in_step(
     for steps in islice(zip(alone.start(0), *(rank.start(0) for rank in ranks), strict=True), alone.steps_per_epoch):
         whole, shared = steps[0], steps[1:]
         assert len({len(step) for step in shared}) == 1
-        learnt = [micro for step in shared for micro in step if (micro["labels"] != IGNORED).any()]
-        assert sorted(row_numbers(learnt)) == sorted(row_numbers(whole))
+        supervised = [micro for step in shared for micro in step if (micro["labels"] != IGNORED).any()]
+        assert sorted(row_numbers(supervised)) == sorted(row_numbers(whole))
 
 
 def test_no_rows_is_an_error_and_not_an_endless_loop() -> None:

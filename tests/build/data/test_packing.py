@@ -52,7 +52,7 @@ NO_SDPA = ("gemma2", "gpt_oss")
 
 
 def encoded(*lengths: int) -> list[Encoded]:
-    """Rows whose tokens are all different and above the special ones; the first third of each is not learnt."""
+    """Rows whose tokens are all different and above the special ones; the first third of each is not supervised."""
     generator = np.random.default_rng(0)
     rows = []
     for length in lengths:

@@ -30,7 +30,7 @@ def words(count: int, letter: str = "a") -> str:
 
 
 def chat(prompt: int, answer: int) -> dict[str, Any]:
-    """About `prompt` + 10 tokens before the answer, then `answer` + 1 learnt ones and a line break."""
+    """About `prompt` + 10 tokens before the answer, then `answer` + 1 supervised ones and a line break."""
     return {
         "messages": [{"role": "user", "content": words(prompt)}, {"role": "assistant", "content": words(answer, "b")}]
     }
@@ -54,7 +54,7 @@ def refused(config: TrainingConfig, tokenizer: PreTrainedTokenizerFast, **option
     return caught.value.problems
 
 
-def learnt(rows: Rows) -> list[int]:
+def supervised(rows: Rows) -> list[int]:
     return [sum(label != IGNORED for label in row["labels"]) for row in rows]
 
 
@@ -67,7 +67,7 @@ class TestTruncation:
         path = write_rows("a.jsonl", [*[chat(10, 9)] * 7, chat(100, 9)])
         data = prepare_data(config(path), tokenizer)
         assert len(data.train) == 7
-        assert learnt(data.train) == [10] * 7
+        assert supervised(data.train) == [10] * 7
         report = data.report.train
         assert (report.read, report.kept, report.cut) == (8, 7, 0)
         assert report.dropped == {"no supervised token within 64 tokens": 1}
@@ -107,7 +107,7 @@ class TestTruncation:
         path = write_rows("a.jsonl", [{"text": words(9)}] * 9 + [{"text": words(99)}])
         data = prepare_data(config(path, limit=64), tokenizer)
         report = data.report.train
-        # 9 x (9 words + end), 1 x (99 words + end); of each row the first token is not learnt.
+        # 9 x (9 words + end), 1 x (99 words + end); of each row the first token is not supervised.
         assert (report.tokens, report.supervised) == (190, 180)
         assert (report.cut, report.tokens_lost, report.supervised_lost) == (1, 36, 36)
         assert report.first_cut == f"{path}:10 has 100 tokens"
@@ -160,7 +160,7 @@ class TestTruncation:
         path = write_rows("a.jsonl", [*[short] * 99, row])
         data = prepare_data(config(path, training={"task": task}), tokenizer)
         assert data.train.lengths.max() <= 64
-        assert all(count > 0 for count in learnt(data.train))
+        assert all(count > 0 for count in supervised(data.train))
 
     def test_the_limit_is_exactly_the_one_set(self, tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows) -> None:
         path = write_rows("a.jsonl", [{"text": words(n)} for n in (2999, 2000)])
@@ -179,11 +179,13 @@ class TestPretraining:
         report = data.report.train
         assert (report.read, report.split, report.cut, report.tokens_lost) == (2, 1, 0, 0)
         assert report.kept == len(data.train) == 5
-        assert sum(learnt(data.train)) == report.supervised == 200 + 10
+        assert sum(supervised(data.train)) == report.supervised == 200 + 10
         assert data.train[3]["input_ids"][-1] == tokenizer.eos_token_id
         assert "no packing" in str(data.report)
 
-    def test_every_token_of_a_chat_is_learnt(self, tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows) -> None:
+    def test_every_token_of_a_chat_is_supervised(
+        self, tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
+    ) -> None:
         path = write_rows("a.jsonl", [chat(5, 5)])
         (row,) = prepare_data(config(path, training={"task": "pretrain"}), tokenizer).train
         assert row["labels"] == [IGNORED, *row["input_ids"][1:]]
@@ -238,7 +240,7 @@ class TestChecks:
         assert right.report.notes == ()
         assert "pads on the left" in left.report.notes[0]
 
-    def test_pad_that_is_the_end_token_is_still_learnt(
+    def test_pad_that_is_the_end_token_is_still_supervised(
         self, tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
     ) -> None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -9,15 +9,15 @@ from framework.build.text.labels import IGNORED, Encoded
 from framework.schema.choices import Truncation
 
 
-def encoded(length: int, learnt_from: int = 1) -> Encoded:
+def encoded(length: int, supervised_from: int = 1) -> Encoded:
     ids = np.arange(10, 10 + length, dtype=np.int32)
     labels = ids.copy()
-    labels[:learnt_from] = IGNORED
+    labels[:supervised_from] = IGNORED
     return Encoded(ids, labels)
 
 
 def test_rows_come_back_as_they_were_joined() -> None:
-    rows = join_rows([encoded(3), encoded(1), encoded(5, learnt_from=4)])
+    rows = join_rows([encoded(3), encoded(1), encoded(5, supervised_from=4)])
     assert len(rows) == 3
     assert rows[0] == {"input_ids": [10, 11, 12], "labels": [-100, 11, 12]}
     assert rows[-1] == {"input_ids": [10, 11, 12, 13, 14], "labels": [-100, -100, -100, -100, 14]}
@@ -40,7 +40,7 @@ def test_no_rows() -> None:
 
 
 def test_truncation_right_and_left() -> None:
-    row = encoded(10, learnt_from=6)
+    row = encoded(10, supervised_from=6)
     right, left = truncate(row, 8, Truncation.RIGHT), truncate(row, 4, Truncation.LEFT)
     assert right is not None
     assert left is not None
@@ -59,8 +59,8 @@ def test_truncation_right_and_left() -> None:
 def test_split_document_predicts_every_token_once(length: int, limit: int) -> None:
     parts = list(split_document(encoded(length), limit))
     assert all(len(part.input_ids) <= limit for part in parts)
-    learnt = [label for part in parts for label in part.labels.tolist() if label != IGNORED]
-    assert learnt == list(range(11, 10 + length))
+    supervised = [label for part in parts for label in part.labels.tolist() if label != IGNORED]
+    assert supervised == list(range(11, 10 + length))
     for part in parts:
         assert part.labels[0] == IGNORED
     for before, after in pairwise(parts):

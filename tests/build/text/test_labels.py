@@ -142,7 +142,7 @@ def test_everything_can_be_supervised(make_tokenizer: MakeTokenizer) -> None:
     assert (row.labels[1:] == row.input_ids[1:]).all()
 
 
-def test_end_of_turn_is_learnt_where_it_is_also_the_padding(make_tokenizer: MakeTokenizer) -> None:
+def test_end_of_turn_is_supervised_where_it_is_also_the_padding(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(read_template("chatml"), SPECIALS)
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     row = encode_one(tokenizer, CHAT[:3])
@@ -199,7 +199,7 @@ def test_an_answer_that_the_template_rewrites_is_refused(make_tokenizer: MakeTok
     assert "message 3" in str(row)
 
 
-def test_texts_are_learnt_from_the_second_token_to_the_end_token(make_tokenizer: MakeTokenizer) -> None:
+def test_texts_are_supervised_from_the_second_token_to_the_end_token(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer()
     end = tokenizer.eos_token_id
     plain, ended = encode_texts(tokenizer, ["The quick brown fox", "The quick<|endoftext|>"])

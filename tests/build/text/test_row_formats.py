@@ -390,7 +390,7 @@ class TestTokens:
         (row,) = prepare([{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 9]}]).train
         assert row == {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 9]}
 
-    def test_without_labels_every_token_is_learnt_and_none_is_added(self, prepare: Prepare) -> None:
+    def test_without_labels_every_token_is_supervised_and_none_is_added(self, prepare: Prepare) -> None:
         (row,) = prepare([{"input_ids": [5, 6, 7]}]).train
         assert row == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
 

@@ -171,7 +171,7 @@ def test_the_last_turn_alone_and_all_behind_a_prompt(name: str, tokenizer_of: To
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_ends_of_turns_are_learnt_where_they_are_the_padding(name: str, tokenizer_of: TokenizerOf) -> None:
+def test_ends_of_turns_are_supervised_where_they_are_the_padding(name: str, tokenizer_of: TokenizerOf) -> None:
     chat, expected = EXPECTED[name]
     tokenizer = tokenizer_of(name.split()[0])
     end = next(token for token in (*SPECIALS, "<|endoftext|>") if expected[0].endswith(token))
