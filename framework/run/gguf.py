@@ -161,7 +161,7 @@ def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exp
     config = _read_config(folder)
     target = output or source / GGUF / f"{source.absolute().name}-{kind}.gguf"
     if target.exists():
-        raise RequestError([Problem("--output", f"{target} is already there", expected="a file that is not")])
+        raise RequestError([Problem("--output", f"{target} already exists", expected="a new file")])
     vocabulary = read_vocabulary(folder, config.vocab_size)
     tensors = [*_tensors(folder, config)]
     make_writable(target.parent, "--output", target)

@@ -63,7 +63,7 @@ def test_the_merged_folder_computes_what_the_run_did(run, method, capsys):
     assert torch.allclose(merged, expected, atol=1e-5)
     assert (folder / "merged" / "tokenizer.json").exists()
     assert main(["merge", str(folder)]) == 2
-    assert "already there" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.slow

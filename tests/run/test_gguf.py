@@ -209,4 +209,4 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["tensors"]["F16"] == 16
     assert main(["export", str(tmp_path / "m"), "--gguf", "f16"]) == 2
-    assert "is already there" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def merge_run(source: Path, output: Path | None = None, trusts_code: bool = Fals
         message = f"{folder} holds tokens before the row ({kind}): there is nothing to add to the weights"
         raise RequestError([Problem("RUN", message, expected="the adapter as it is, with its base")])
     if target.exists():
-        raise RequestError([Problem("--output", f"{target} is already there", expected="a folder that is not")])
+        raise RequestError([Problem("--output", f"{target} already exists", expected="a new folder")])
     make_writable(target.parent, "--output", target)  # before any weight is loaded
     base, dtype = load_base(saved_model)
     kinds = ", ".join(quantized_kinds(base))
