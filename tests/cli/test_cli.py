@@ -243,7 +243,7 @@ def test_a_reader_that_leaves_is_no_fault():
     with open(writer, "w") as left:
         done = subprocess.run(command, stdout=left, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     assert done.returncode in (0, 141)
-    assert done.stderr == ""
+    assert [line for line in done.stderr.splitlines() if not line.startswith("working ")] == []
 
 
 @pytest.mark.parametrize(

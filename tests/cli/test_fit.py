@@ -191,7 +191,7 @@ def test_the_host_memory_of_this_machine_counts_where_the_card_is_its(arithmetic
         (("gpu=24gb", "--pin", "training.compil"), "training.compile"),
         (("gpu=24gb", "--set-free", "training.seed"), "may be set free"),
         (("gpu=24gb", "--allow", "all"), "inexact"),
-        (("gpu=24gb", "--output", "x.txt"), "no YAML file"),
+        (("gpu=24gb", "--output", "x.txt"), "not a YAML file"),
         (("gpu=24gb", "training.global_batch_size=7"), "7 global"),
     ],
 )

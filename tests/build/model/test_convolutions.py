@@ -142,5 +142,5 @@ def test_what_it_has_nothing_for_is_refused(sections, key):
 )
 def test_textcnn_has_no_blocks(training):
     config = tiny_config(TEXTCNN, training={"task": "classification", **training})
-    with pytest.raises(RequestError, match="has no blocks"):
+    with pytest.raises(RequestError, match="has no known transformer blocks"):
         tiny_assembly(config)

@@ -80,7 +80,7 @@ def compiles(*numbers: int) -> bool:
 def keys(number: int) -> set[str]:
     """The key of a setting and those that it brings along: a conflict names one of them."""
     key, setting = CHOICES[number]
-    return {key, *setting.beside}
+    return {key, *setting.requires}
 
 
 def compose(folder: Path, *numbers: int, gpu: GPUParams = CPU) -> TrainingConfig:
@@ -91,10 +91,10 @@ def compose(folder: Path, *numbers: int, gpu: GPUParams = CPU) -> TrainingConfig
     chosen = []
     for number in numbers:
         key, setting = CHOICES[number]
-        beside = dict(setting.beside)
-        if "training.optimizer_offload_folder" in beside:
-            beside["training.optimizer_offload_folder"] = str(folder)
-        chosen.append((key, replace(setting, beside=beside)))
+        requires = dict(setting.requires)
+        if "training.optimizer_offload_folder" in requires:
+            requires["training.optimizer_offload_folder"] = str(folder)
+        chosen.append((key, replace(setting, requires=requires)))
     tree = sections(*chosen)
     base = {
         "task": "pretrain",
@@ -138,7 +138,7 @@ def rule_fault(config: TrainingConfig, *numbers: int) -> str | None:
         return "refused without both keys: " + "; ".join(f"{item.keys} {item.message}" for item in refused)
     chosen = dict(CHOICES[number] for number in numbers)
     for key, setting in chosen.items():
-        for other, needed in setting.beside.items():
+        for other, needed in setting.requires.items():
             is_overruled = other in chosen and chosen[other].value != needed and other not in BATCH
             is_overruled = is_overruled and not {chosen[other].value, needed} <= ROUNDED
             if is_overruled and not any({key, other} <= set(item.keys) for item in warned):

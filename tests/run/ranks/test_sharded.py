@@ -84,7 +84,7 @@ def beside(folder: Path, assembly: Any, step: int, group: Any) -> str:
         if ranks.is_main:
             save_checkpoint(folder, contents, 5, parts if contents.is_split else None)
 
-    writer, contents = Writer(beside=True, is_alone=False), contents_of(assembly, step)
+    writer, contents = Writer(is_async=True, is_alone=False), contents_of(assembly, step)
     if contents.is_split or ranks.is_main:
         writer.begin(contents, write, (*assembly.trained, *state_tensors(assembly)))
     trained(assembly, [step + 1])
