@@ -1,6 +1,7 @@
 """What each rank takes of the host while a model loads in parts, read back."""
 
 import gc
+import mmap
 import re
 import time
 from pathlib import Path
@@ -30,11 +31,12 @@ def test_what_a_load_takes_and_gives_back_is_seen(tmp_path: Path) -> None:
     file.write_bytes(bytes(64 * MIB))
     gc.collect()  # else what earlier tests left is freed meanwhile
     with HostWatch() as host:
-        held = torch.ones(96 * MIB, dtype=torch.uint8)
-        deadline = time.monotonic() + 200  # the thread that looks may get no turn on a busy machine
+        held = mmap.mmap(-1, 96 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # malloc may have such a block free
+        held[::4096] = bytes([1]) * (96 * MIB // 4096)
+        deadline = time.monotonic() + 60  # the thread that looks may get no turn on a busy machine
         while host.grown < 90 * MIB and time.monotonic() < deadline:
             time.sleep(0.01)
-        del held
+        held.close()
         mapped = torch.from_file(str(file), size=8 * MIB, dtype=torch.int64)
         assert int(mapped.sum()) == 0
         seen = opening.own_bytes()
