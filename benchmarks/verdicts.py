@@ -238,16 +238,9 @@ they were committed. Of the other recipes `tunesmith plan` tells.
 """
 
 
-EARLIER = """\
-Not made again since the step times of 2026-11-30: {}. Of the others speeds changed by up to 15 %, and QLoRA needs up to
-13 % less than it did.
-"""
-
-
 def page(document: Mapping[str, Any]) -> str:
     """docs/verdicts.md: a table for each way to train, a line a model, a column a card."""
-    found, earlier = document["verdicts"], document["earlier"]
-    lines = [INTRODUCTION.format(**document), *([EARLIER.format(", ".join(earlier))] if earlier else [])]
+    found, lines = document["verdicts"], [INTRODUCTION.format(**document)]
     for way in WAYS:
         lines += _table(
             f"## {way}", {name.removesuffix(f"_{way}"): found[name] for name in found if way_of(name) == way}
@@ -303,7 +296,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*")
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"verdicts": {}, "earlier": []}
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"verdicts": {}}
     if not asked.page:
         known |= {
             "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
@@ -313,7 +306,6 @@ def main() -> None:
         began = time.process_time()
         for name, rows in made(asked.rows or list(ROWS)):
             known["verdicts"][name] = rows
-            known["earlier"] = [row for row in known["earlier"] if row != name]
             seconds = time.process_time() - began
             print(
                 f"{seconds:.0f} s", name, {card: _cell(row) for card, row in rows.items()}, file=sys.stderr, flush=True

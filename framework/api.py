@@ -96,15 +96,18 @@ def train(
     """Train as a config asks and return where the result is.
 
     Args:
-        name: gives the default folder, `runs/<name>`. resume: go on from the newest checkpoint; `allow` names changed
-        keys in which it may differ. overwrite: replace the run that is in the folder. dry_run: read, build and verify
-        everything, and write nothing. plan: predict memory first, and refuse what does not fit. train_rows: rows by
-        column, as a list or a function that yields them; `eval_rows` are the held-out ones. on_step: called after each
-        optimizer step with its line of `metrics.jsonl` (`step`, `loss`, `grad_norm`, ...). on_eval: called after each
-        evaluation with its numbers (`step`, `eval_loss`, ...). on_save: called with the folder of each checkpoint, once
-        it is complete. objective: given the task's own objective, returns the one to train with. optimizer: given
-        parameter groups with `lr` and `weight_decay`, returns the optimizer, as torch's classes do.         metrics:
-        functions of the model and its tokenizer by name, called at each evaluation; each returns a number,
+        name: gives the default folder, `runs/<name>`.
+        resume: continue from the newest checkpoint; `allow` names changed keys in which it may differ.
+        overwrite: replace the run that is in the folder.
+        dry_run: read, build and verify everything, and write nothing.
+        plan: predict memory first, and refuse what does not fit.
+        train_rows: rows by column, as a list or a function that yields them; `eval_rows` are the held-out ones.
+        on_step: called after each optimizer step with its line of `metrics.jsonl` (`step`, `loss`, `grad_norm`, ...).
+        on_eval: called after each evaluation with its numbers (`step`, `eval_loss`, ...).
+        on_save: called with the folder of each checkpoint, once it is complete.
+        objective: given the task's own objective, returns the one to train with.
+        optimizer: given parameter groups with `lr` and `weight_decay`, returns the optimizer, as torch's classes do.
+        metrics: functions of the model and its tokenizer by name, called at each evaluation; each returns a number,
             higher is better, logged as `python/NAME`. `training.best_metric` may use that name.
 
     Hooks are called in the main process only, metrics in each process (the main one's numbers are used). When one
@@ -145,11 +148,12 @@ def predict(
     """Yield the prediction of a run's model for each row of `file`: a completion, a class, or numbers.
 
     Args:
-        run: a run folder, or a folder with a model or an adapter. file: a file, a folder or a glob, read as the run
-        read its own rows. max_new_tokens: longest completion; 128, or half of fewer positions. score: yield how likely
-        the rows' own answers are, instead of generating new ones. trust_remote_code: whether Python code that comes
-        with the model may run.         allow: `model.base`, to accept that an adapter's base has changed since
-        training.
+        run: a run folder, or a folder with a model or an adapter.
+        file: a file, a folder or a glob, read as the run read its own rows.
+        max_new_tokens: longest completion; 128, or half of fewer positions.
+        score: yield how likely the rows' own answers are, instead of generating new ones.
+        trust_remote_code: whether Python code that comes with the model may run.
+        allow: `model.base`, to accept that an adapter's base has changed since training.
 
     Raises RequestError before the first answer, with every broken row.
     """

@@ -71,6 +71,18 @@ def test_what_a_function_takes_and_gives_is_public(name: str) -> None:
         assert names <= {*known, *dir(__builtins__), *__builtins__}, f"{name}: {annotation}"
 
 
+@pytest.mark.parametrize("name", ["train", "predict", "train_step"])
+def test_each_argument_of_a_docstring_has_its_line(name: str) -> None:
+    """Text that is wrapped anew easily joins them."""
+    function = getattr(framework, name)
+    _, _, after = inspect.getdoc(function).partition("Args:\n")
+    listed = after.partition("\n\n")[0]
+    named = "|".join(inspect.signature(function).parameters)
+    lines = re.findall(rf"^    ({named}): ", listed, re.MULTILINE)
+    assert lines == re.findall(rf"(?<!`)\b({named}): ", listed)
+    assert len(lines) > 1
+
+
 def test_every_section_and_choice_of_the_config_is_public() -> None:
     def classes(kind: typing.Any) -> collections.abc.Iterator[type]:
         for part in get_args(kind) if get_origin(kind) else (kind,):

@@ -27,8 +27,6 @@ from framework.run.rehearsal.rehearse import rehearse
 
 KNOWN = json.loads(RESULTS.read_text(encoding="utf-8"))
 VERDICTS = KNOWN["verdicts"]
-PLANNED = {name: rows for name, rows in VERDICTS.items() if name not in KNOWN["earlier"]}
-"""Those that are held to plans made now."""
 NEAR, NEAR_IN_SPEED = 0.01, 0.02
 """Shares by which a verdict may move: other versions of torch and transformers plan a bit differently."""
 SMALLEST = [name for name in VERDICTS if name.startswith("qwen3_0.6b")]
@@ -51,7 +49,7 @@ def probes():
     """Of each recipe and class of kernels, the plan that most cards of the class have their verdict from. CI computes
     one class of one of the smallest recipes, by lot: all take four minutes of a core, and more of a busy one."""
     lot = random.Random(10)
-    for recipe, rows in PLANNED.items():
+    for recipe, rows in VERDICTS.items():
         quick = lot.choice(list(classes()))
         for rehearsed, cards in classes().items():
             plans = Counter((rows[card]["strategy"], rows[card]["micro_batch"]) for card in cards)
@@ -98,7 +96,7 @@ def test_a_verdict_fits_when_its_bytes_do():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "card"),
-    quick_and_slow([AWAY], [*sample(SMALLEST, classes_cards(), 1, 5), *sample(PLANNED, classes_cards(), 12, 6)]),
+    quick_and_slow([AWAY], [*sample(SMALLEST, classes_cards(), 1, 5), *sample(VERDICTS, classes_cards(), 12, 6)]),
 )
 def test_a_plan_with_the_cards_own_facts_says_the_same(recipe, card):
     said = VERDICTS[recipe][card]
@@ -111,7 +109,7 @@ def test_a_plan_with_the_cards_own_facts_says_the_same(recipe, card):
     [
         *sample(SMALLEST, classes()["t4_16gb"], 1, 7),
         *sample(SMALL, classes_cards(), 2, 8),
-        *sample(PLANNED, classes_cards(), 2, 9),
+        *sample(VERDICTS, classes_cards(), 2, 9),
     ],
 )
 def test_a_verdict_from_nothing_is_the_same(recipe, card):

@@ -26,9 +26,8 @@ def merge(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
             base = _unloaded(model)
             dequantize(base)
             config.init_lora_weights = True
-            config.fan_in_fan_out = any(
-                isinstance(each, Conv1D) for each in base.modules()
-            )  # quantized layers are never transposed
+            # quantized layers are never transposed
+            config.fan_in_fan_out = any(isinstance(each, Conv1D) for each in base.modules())
             model = PeftModel(base, config, autocast_adapter_dtype=True)
             set_peft_model_state_dict(model, state)
     _lift_whole(model, trained=True)

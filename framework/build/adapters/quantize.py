@@ -137,9 +137,8 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
             if tensor.device.type != place.device.type and not tensor.is_meta:
                 tensor.data = tensor.data.to(place.device)
     keep_packing(model)
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(
-        logging.ERROR
-    )  # it logs a line for each 8-bit product
+    # it logs a line for each 8-bit product
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return lost
 
 

@@ -54,10 +54,8 @@ def refuse_impossible_values(architecture: PretrainedConfig, where: str, written
             found.setdefault(name, (value, works))
     for part in (architecture, getattr(architecture, "text_config", None)):
         if isinstance(part, PretrainedConfig):
-            called, settings = (
-                part.attribute_map,
-                part.to_dict(),
-            )  # attributes that differ between layers cannot be read
+            # read from the dict: attributes that differ between layers cannot be read
+            called, settings = part.attribute_map, part.to_dict()
             counts = {name: settings.get(called.get(name, name)) for name in _COUNTS}
             found = {called.get(name, name): wrong for name, wrong in _impossible_counts(counts)} | found
     if found:

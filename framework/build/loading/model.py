@@ -271,9 +271,8 @@ def check_weights(config: TrainingConfig, architecture: PretrainedConfig) -> tup
     of tied matrices. Raises RequestError as `build_model` does for weights that are missing, damaged, left over or of
     another shape, and if matrices that the config ties are stored with different values.
     """
-    stored_packed = (
-        getattr(architecture, "quantization_config", None) is not None
-    )  # such a checkpoint loads only onto a GPU
+    # such a checkpoint loads only onto a GPU
+    stored_packed = getattr(architecture, "quantization_config", None) is not None
     if not config.model.load_pretrained_weights or config.model.model_name is None or stored_packed:
         return ()
     shape = deepcopy(architecture)  # loading writes into it
@@ -323,9 +322,8 @@ def _loaded(
     except Exception as error:  # transformers and the hub client raise many types
         if attention is not None and "attention" in str(error).lower():
             raise RequestError([_refused(config, architecture, error)]) from None
-        _random(
-            config, deepcopy(architecture), dtype, attention, rehearsal_place("cpu")
-        )  # raises if the config is the cause
+        # raises if the config is the cause
+        _random(config, deepcopy(architecture), dtype, attention, rehearsal_place("cpu"))
         message = f"the weights of {name!r} do not load: {one_line(error)}"
         raise RequestError([Problem(key, message)]) from None
     return model, sort_unmatched(model, info, name, key)

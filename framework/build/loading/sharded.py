@@ -190,9 +190,8 @@ class ShardLoader:
         """A source in which the first rank loads the checkpoint with transformers and broadcasts each tensor."""
         loaded: PreTrainedModel | None = None
         if ranks.is_main:
-            plain = self._config.peft.model_copy(
-                update={"q_lora": False}
-            )  # each rank quantizes the tensors that it receives
+            # each rank quantizes the tensors that it receives
+            plain = self._config.peft.model_copy(update={"q_lora": False})
             config = self._config.model_copy(update={"peft": plain})
             loaded, self.new = build_model(config, architecture, Place(_HOST, self._place.kind))
         names = [self.new]

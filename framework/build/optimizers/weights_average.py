@@ -50,9 +50,8 @@ def average_follows(
         staging = _staging(parameters)
         share = share if place.rehearsed else share.cpu()
     for parameter, average in zip(parameters, averages, strict=True):
-        optimizer.state[parameter][AVERAGE] = (
-            average  # after the update, since optimizers create their states only if there are none
-        )
+        # after the update, since optimizers create their states only if there are none
+        optimizer.state[parameter][AVERAGE] = average
         weights, held = local_part(parameter.detach()), local_part(average)
         if on_host and place.rehearsed:
             continue  # a rehearsal holds one element of the average; plans add the time to the step

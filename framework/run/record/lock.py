@@ -32,9 +32,8 @@ KEY = "training.output_dir"
 def only_run(folder: Path) -> Iterator[None]:
     """Lock the folder within the block. Raises RequestError if another run has it, naming host and pid."""
     descriptor = _taken(folder)
-    os.register_at_fork(
-        after_in_child=lambda: _let_go(descriptor)
-    )  # a worker that outlives the run must not keep the lock
+    # a worker that outlives the run must not keep the lock
+    os.register_at_fork(after_in_child=lambda: _let_go(descriptor))
     done = threading.Event()
     beat = threading.Thread(target=_beat, args=(descriptor, done), daemon=True, name="heartbeat")
     beat.start()

@@ -42,9 +42,8 @@ def adapter_export_bytes(assembly: Assembly, adapter: Adapter, counts: Mapping[s
     if mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL:
         base = map(local_part, (*frozen.values(), *scale_tensors(model)))
         return file_bytes(written) + sum(item.numel() * item.element_size() for item in base)
-    is_moved = (
-        assembly.config.peft.peft_method in MOVES_WEIGHTS
-    )  # `write_adapter` adds the inverse of its initialization
+    # `write_adapter` adds the inverse of its initialization
+    is_moved = assembly.config.peft.peft_method in MOVES_WEIGHTS
     return file_bytes(written, ("lora_A", "lora_B") if is_moved else ())
 
 
@@ -66,9 +65,8 @@ def file_bytes(tensors: Mapping[str, torch.Tensor], doubled: Sequence[str] = ())
     name are written with twice the rank."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in sorted(
-        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
-    ):  # safetensors' order
+    # safetensors' order
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         shape, is_doubled = list(tensor.shape), any(part in name for part in doubled)
         if is_doubled:
             shape[0 if "lora_A" in name else 1] *= 2

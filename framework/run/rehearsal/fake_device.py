@@ -82,9 +82,8 @@ class PretendedCard(TorchFunctionMode):
         if func in _DROPOUTS and self.device.type == "cuda":
             return self._dropout(func, args, kwargs)
         run = partial(attend, self.card) if func is _ATTENTION and is_on_card(args[0]) else func
-        if (
-            torch.is_autocast_enabled(self.device.type) and kwargs.get("out") is None
-        ):  # `out=` overloads are not autocast
+        # `out=` overloads are not autocast
+        if torch.is_autocast_enabled(self.device.type) and kwargs.get("out") is None:
             return self.autocast.call(func, run, args, kwargs)
         return run(*args, **kwargs)
 
@@ -95,9 +94,8 @@ class PretendedCard(TorchFunctionMode):
         return value
 
     def _get_property(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        descriptor = getattr(
-            func, "__self__", None
-        )  # method wrappers are created on each access: compare their descriptor
+        # method wrappers are created on each access: compare their descriptor
+        descriptor = getattr(func, "__self__", None)
         if descriptor is _IS_META:
             return False
         value = func(*args, **kwargs)

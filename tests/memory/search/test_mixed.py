@@ -47,9 +47,8 @@ def test_every_mix_is_what_a_plan_of_its_own_says() -> None:
         for size in space.sizes:
             own = Figures.of(Arithmetic().plan(space.config(Candidate(number, size))))
             assert estimate.shallow[size].allocated["backward"] == pytest.approx(own.allocated["backward"], rel=1e-6)
-            assert estimate.shallow[size].seconds == pytest.approx(
-                own.seconds, rel=0.02
-            )  # work is not linear next to compile
+            # work is not linear next to compile
+            assert estimate.shallow[size].seconds == pytest.approx(own.seconds, rel=0.02)
             compared += 1
     assert compared > 400
     assert search.probes < 100, "four rehearsals for each of few structures"

@@ -126,9 +126,8 @@ def test_a_run_learns_and_saves_the_same(corpus, straight, tmp_path, capsys):  #
     said = capsys.readouterr().err.replace("\n", " ")
     assert "after step 4: training.async_save = true (" in said
     assert "of copies in host memory)" in said
-    assert (
-        "2 checkpoints written during training in" not in said
-    )  # the last one counts as well, though it is waited for
+    # the last one counts as well, though it is waited for
+    assert "2 checkpoints written during training in" not in said
     assert "3 checkpoints written during training in" in said
     assert metrics(tmp_path / "run") == metrics(straight)
     assert same(final_weights(tmp_path / "run"), final_weights(straight))

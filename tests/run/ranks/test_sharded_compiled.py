@@ -63,9 +63,8 @@ def test_compiled_blocks_of_two_ranks_learn_what_plain_ones_do(tmp_path: Path) -
             for mine, plain in zip(row["compiled"], row["plain"], strict=True):
                 assert mine == pytest.approx(plain, rel=1e-3 if "bf16" in name else 1e-5), name
             assert row["calls"] == [[6, 6], [6, 6]], name
-            assert row["graphs"] == (2 if "adapter" in name else 1), (
-                name
-            )  # before a frozen base nothing needs gradients
+            # before a frozen base nothing needs gradients
+            assert row["graphs"] == (2 if "adapter" in name else 1), name
 
 
 def test_a_plan_of_compiled_shards_keeps_less() -> None:
