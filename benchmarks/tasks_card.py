@@ -142,7 +142,7 @@ def measured(line: dict[str, Any], tiny: bool) -> dict[str, Any]:
     """The line with what the card says."""
     if "error" in line:
         return line
-    from framework.run.planning.measure import measure_in_subprocess
+    from framework.run.planning.measurements import measure_in_subprocess
 
     try:
         config = config_of(line["name"], tiny)

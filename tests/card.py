@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from framework.run.planning.measure import Measured, measure_in_subprocess
+from framework.run.planning.measurements import Measured, measure_in_subprocess
 from framework.schema.config import TrainingConfig
 
 

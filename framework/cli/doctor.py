@@ -20,6 +20,7 @@ from framework.cli.printing import (
 )
 from framework.errors import Problem, RequestError
 from framework.installation import versions
+from framework.run.planning.measurements import Measurements
 
 
 def doctor(
@@ -68,9 +69,10 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
                 [Problem("--output", f"{output} is not a YAML file", expected="a name that ends in .yaml")]
             )
         check_writable(output, "--output")
-    from framework.run.planning.calibrate import calibrate, calibrate_host, has_card, section, to_card
+    with Measurements() as measured:  # it loads its libraries while this process does
+        from framework.run.planning.calibrate import calibrate, calibrate_host, has_card, section, to_card
 
-    card = to_card(calibrate()) if has_card() else calibrate_host()
+        card = to_card(calibrate(measured)) if has_card() else calibrate_host()
     text = section(card, "Measured by `tunesmith doctor --calibrate`: a preset, gpu=FILE.")
     if "capacity_bytes" not in card:
         text = section(card, "Measured by `tunesmith doctor --calibrate`, without a card: a section for a recipe.")
@@ -87,9 +89,10 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
 
 
 def _compare(as_json: bool) -> int:
-    from framework.run.planning.measure import compare, summary
+    with Measurements() as measured:
+        from framework.run.planning.measure import compare, summary
 
-    name, rows = compare()
+        name, rows = compare(measured)
     if as_json:
         print_json({"card": name, "rows": [asdict(row) for row in rows], "summary": summary(rows, name)})
         return 0

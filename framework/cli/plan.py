@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from framework.compose.writing import Difference
     from framework.memory.ledger import Plan
     from framework.memory.search.found import Found
-    from framework.run.planning.measure import Measured
+    from framework.run.planning.measurements import Measured
     from framework.run.planning.plan_pool import Rehearsals
     from framework.run.planning.what_if import Comparison
 
@@ -165,7 +165,7 @@ def planned(composition: "Composition", rehearsals: "Rehearsals") -> "Plan":
 
 def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory | None]":
     """The measurement on the card, or the out-of-memory error, which is reported after the plan."""
-    from framework.run.planning.measure import measure_in_subprocess
+    from framework.run.planning.measurements import measure_in_subprocess
 
     try:
         with doing("measuring on this machine's card"):

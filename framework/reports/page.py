@@ -9,7 +9,7 @@ from framework.memory.ledger import Plan, Terms
 from framework.reports import plan_text
 
 if TYPE_CHECKING:
-    from framework.run.planning.measure import Measured
+    from framework.run.planning.measurements import Measured
 
 COLOURS = {
     "weights": "#4269d0",

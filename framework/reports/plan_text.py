@@ -11,7 +11,7 @@ from framework.memory.units import size as size
 from framework.schema.config import Batch
 
 if TYPE_CHECKING:
-    from framework.run.planning.measure import Measured
+    from framework.run.planning.measurements import Measured
 
 TERMS: Mapping[str, str] = {
     "weights": "weights",

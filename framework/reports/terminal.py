@@ -11,7 +11,7 @@ from framework.memory.ledger import Plan
 from framework.reports import plan_text
 
 if TYPE_CHECKING:
-    from framework.run.planning.measure import Measured
+    from framework.run.planning.measurements import Measured
 
 LEAST_WIDTH = 72
 """Minimum width; narrower terminals wrap lines themselves."""

@@ -17,14 +17,14 @@ from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.run.planning import plan_pool
 from framework.run.planning.host_probe import REFERENCE, HostSpeed
-from framework.run.planning.measure import Measured
+from framework.run.planning.measurements import Measured
 from framework.run.planning.plan_pool import plan_in_subprocess
 from tests.grids import first
 from tests.reports.plans import GIB, PLAN, gib, on, use
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "model: {architecture: {model_type: llama, hidden_size: 64}}\n"
-MEASURED = Measured("a card", 18 * GIB, 20 * GIB, 20 * GIB, 0.4, 5120.0, {"forward": 1}, 1.0)
+MEASURED = Measured("a card", 18 * GIB, 20 * GIB, 20 * GIB, 0.4, 5120.0, {"forward": 1}, 1.0, "2.13.0")
 
 # Promised of `plan --json`. `run_hours`, the terms of each phase and `batch.context` were added since.
 TERMS = {
@@ -273,7 +273,7 @@ def test_a_page_that_cannot_be_written_is_told_after_the_plan(run, write, planne
 
 def test_measured_next_to_predicted(run, write, planner, monkeypatch):
     planner(PLAN)
-    monkeypatch.setattr("framework.run.planning.measure.measure_in_subprocess", lambda config: MEASURED)
+    monkeypatch.setattr("framework.run.planning.measurements.measure_in_subprocess", lambda config: MEASURED)
     code, out, _ = run("plan", write(RECIPE), "--measure", "--html", "p.html")
     assert code == 0
     assert "+2.78%" in out
@@ -290,7 +290,7 @@ def test_a_step_that_runs_out_of_memory_is_told_after_the_plan(run, write, plann
         raise OutOfMemory("tried to allocate 9 GiB")
 
     planner(PLAN)
-    monkeypatch.setattr("framework.run.planning.measure.measure_in_subprocess", fail)
+    monkeypatch.setattr("framework.run.planning.measurements.measure_in_subprocess", fail)
     code, out, err = run("plan", write(RECIPE), "--measure")
     assert code == 4
     assert "fits on" in out
@@ -300,7 +300,7 @@ def test_a_step_that_runs_out_of_memory_is_told_after_the_plan(run, write, plann
 def test_without_a_card_no_step_is_measured_and_the_host_alone_is_calibrated(run, write, planner, monkeypatch):
     configs = planner(PLAN)
     monkeypatch.setattr(
-        "framework.run.planning.measure.measure_in_subprocess",
+        "framework.run.planning.measurements.measure_in_subprocess",
         lambda config: (_ for _ in ()).throw(RequestError([Problem("--measure", "no CUDA card")])),
     )
     assert run("plan", write(RECIPE), "--measure")[0] == 2
@@ -384,7 +384,7 @@ def test_a_card_that_is_too_small_for_the_measurement_is_in_the_one_document(run
     def fail(_):
         raise OutOfMemory("no room")
 
-    monkeypatch.setattr("framework.run.planning.measure.measure_in_subprocess", fail)
+    monkeypatch.setattr("framework.run.planning.measurements.measure_in_subprocess", fail)
     code, out, err = run("plan", write(RECIPE), "--measure", "--json")
     assert code == 4
     assert json.loads(out)["errors"] == [

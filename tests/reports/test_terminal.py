@@ -10,11 +10,11 @@ from rich.console import Console
 from framework.memory.ledger import Plan, ShardDtypes
 from framework.reports.plan_text import duration, signed_size, size, verdict
 from framework.reports.terminal import ASCII, BLOCKS, plan_lines, strokes_for
-from framework.run.planning.measure import Measured
+from framework.run.planning.measurements import Measured
 from tests.reports.plans import BACKWARD, GIB, PLAN, on
 
 GOLDEN = Path(__file__).with_name("plan.txt")
-MEASURED = Measured("NVIDIA GeForce RTX 4090", 18 * GIB, 20 * GIB, 20 * GIB, 0.4, 5120.0, {}, 1.0)
+MEASURED = Measured("NVIDIA GeForce RTX 4090", 18 * GIB, 20 * GIB, 20 * GIB, 0.4, 5120.0, {}, 1.0, "2.13.0")
 
 
 def shown(plan: Plan = PLAN, measured: Measured | None = None, width: int = 80) -> str:

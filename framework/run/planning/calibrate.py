@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from framework.activity import now
 from framework.errors import Problem, RequestError
 from framework.memory.cards import CALIBRATED_BY, MIB, InstalledCard, capability_of, installed_cards
 from framework.memory.requirements import is_installed
 from framework.memory.roofline import CALIBRATED, occupancy
 from framework.run.planning.host_probe import probe_host, shares_of
-from framework.run.planning.measure import measure_in_subprocess
+from framework.run.planning.measurements import Measurements
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import HostParams
 from framework.schema.optimizers import Optimizer
@@ -136,19 +137,21 @@ def _rounded(host: HostParams) -> dict[str, float]:
     return {kind: round(share, 3) for kind, share in host.model_dump().items()}
 
 
-def calibrate() -> Calibration:
-    """Measure host and first visible CUDA card, in about a minute. Raises RequestError without a card."""
+def calibrate(measured: Measurements) -> Calibration:
+    """Measure host and first visible CUDA card, in less than a minute. Raises RequestError without a card."""
     if not has_card():
         raise RequestError([Problem("--calibrate", "this machine has no CUDA card to measure")])
     card = installed_cards()[0]
     driver, others = _driver_and_use(card)
-    contexts = _contexts(card, others)  # before torch's compiler creates a context in this process
+    now("measuring the context of the card")
+    contexts = _contexts(card, others, measured)  # before torch's compiler creates a context in this process
     # Memory that this process takes on the card before its first kernel, apart from a fill
     torch.zeros(1, device="cuda")
     free, total = torch.cuda.mem_get_info()
     bare = total - free - torch.cuda.memory_reserved() - others
     workspace = _workspace_bytes()  # the first product of this process
     speed = probe_host()
+    now("measuring the card")
     return Calibration(
         device_name=torch.cuda.get_device_name(),
         driver=driver,
@@ -170,7 +173,7 @@ def calibrate() -> Calibration:
     )
 
 
-def _contexts(card: InstalledCard, others: int) -> dict[str, int]:
+def _contexts(card: InstalledCard, others: int, measured: Measurements) -> dict[str, int]:
     """Bytes of a context with the kernels of a step, and with those of each installed library added."""
     precision = "bf16" if capability_of(card.capability) >= (8, 0) else "none"
     facts = {"name": card.name or "calibrated", "capability": card.capability}
@@ -190,7 +193,7 @@ def _contexts(card: InstalledCard, others: int) -> dict[str, int]:
         steps[" and ".join(settings)] = plain.model_copy(update={"training": training, "model": model})
     contexts = {}
     for name, config in steps.items():
-        step = measure_in_subprocess(config)
+        step = measured(config)
         contexts[name] = step.device_bytes - step.reserved_bytes - others
     return contexts
 

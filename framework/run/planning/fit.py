@@ -137,19 +137,20 @@ def measured_best(say: Callable[[str], None]) -> Judge:
     affect each other, and prints the measurements with `say`. Raises OutOfMemory if all fail."""
 
     def judge(configs: Sequence[TrainingConfig]) -> int:
-        from framework.run.planning.measure import measure_in_subprocess
+        from framework.run.planning.measurements import Measurements
 
         speeds: dict[int, float] = {}
-        for number, config in enumerate(configs):
-            try:
-                with doing(f"measuring {counted(config.batch.per_device, 'row')} a forward pass"):
-                    measured = measure_in_subprocess(config)
-            except OutOfMemory as error:
-                say(f"measured: {counted(config.batch.per_device, 'row')} a forward pass ran out of memory ({error})")
-                continue
-            speeds[number] = measured.tokens_per_second
-            taken = f"{size(measured.device_bytes)}, {measured.tokens_per_second:,.0f} tokens/s"
-            say(f"measured: {counted(config.batch.per_device, 'row')} a forward pass, {taken}")
+        with Measurements() as measured:
+            for number, config in enumerate(configs):
+                rows = f"{counted(config.batch.per_device, 'row')} a forward pass"
+                try:
+                    with doing(f"measuring {rows}"):
+                        found = measured(config)
+                except OutOfMemory as error:
+                    say(f"measured: {rows} ran out of memory ({error})")
+                    continue
+                speeds[number] = found.tokens_per_second
+                say(f"measured: {rows}, {size(found.device_bytes)}, {found.tokens_per_second:,.0f} tokens/s")
         if not speeds:
             raise OutOfMemory("every candidate that was planned to fit ran out of memory on this card")
         return max(speeds, key=lambda number: speeds[number])

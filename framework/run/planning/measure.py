@@ -4,19 +4,22 @@ tokens of the planned shape, and compare it with its plan.
 Weights are random (their values do not change the cost of a step), so nothing is downloaded.
 """
 
+import gc
 import json
+import os
 import statistics
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from transformers.initialization import no_init_weights
 
+from framework.activity import doing
 from framework.build.assembly import Assembly, assemble
 from framework.build.data.batches import full_batch
 from framework.build.levers.allocator import choose_allocator
@@ -26,38 +29,19 @@ from framework.build.place import Place, real_place
 from framework.build.resolve_model import settle
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.cards import card_names, card_of_size, installed_cards, read_card
+from framework.memory.ledger import Plan
 from framework.memory.requirements import is_installed
 from framework.run.planning.host_probe import probe_host, shares_of
-from framework.run.planning.plan_pool import plan_in_subprocess
-from framework.run.ranks.environment import python_command
+from framework.run.planning.measurements import Measured, Measurements
+from framework.run.planning.plan_pool import Rehearsals
 from framework.run.record.meter import Meter
 from framework.run.step import reference_step, train_step
 from framework.schema.config import TrainingConfig
 
 STEPS = 10
 """The first step creates optimizer states and selects kernels; the median of the steps after the second is reported."""
-
-
 DRAWN = 1 << 20
 """Random numbers that weights in host memory repeat."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measured memory and time of a step, forward to optimizer step. Bytes and seconds."""
-
-    device_name: str
-    allocated_bytes: int
-    reserved_bytes: int
-    device_bytes: int
-    step_seconds: float
-    tokens_per_second: float
-    phases: dict[str, int]
-    loss: float
-    torch_version: str = torch.__version__
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
@@ -129,6 +113,7 @@ def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
         tokens_per_second=result.tokens / median,
         phases={phase: peak for phase, peak in meter.phases.items() if phase != "load"},
         loss=result.loss,
+        torch_version=torch.__version__,
     )
 
 
@@ -144,31 +129,42 @@ def _synthetic_batch(assembly: Assembly, rows: int) -> Batch:
     return full_batch(config, torch.randint(0, vocabulary, (rows, config.longest), device=device))
 
 
-def measure_in_subprocess(config: TrainingConfig) -> Measured:
-    """Run `measure` in a fresh interpreter, so that this process holds no memory of the card. Raises as `measure`
-    does."""
-    command = python_command("from framework.run.planning.measure import main; main()")
-    done = subprocess.run(command, input=config.model_dump_json(), capture_output=True, text=True, check=False)
-    try:
-        document = json.loads(done.stdout)
-    except ValueError:
-        raise RuntimeError(f"measuring failed: {done.stderr.strip()[-2000:]}") from None
-    if "errors" in document:
-        raise RequestError([Problem(**problem) for problem in document["errors"]])
-    if "out_of_memory" in document:
-        raise OutOfMemory(document["out_of_memory"])
-    return Measured(**document)
+def serve() -> None:
+    """Answer each line of stdin, a resolved config as JSON, with its measurement on stdout; `null` with itself."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with the answers
+    gc.freeze()
+    for line in sys.stdin:
+        if (document := json.loads(line)) is not None:
+            document = _measured_in_fork(document)
+        print(json.dumps(document), file=answers, flush=True)
 
 
-def main() -> None:
-    """Read a resolved config as JSON from stdin, write the measurement as JSON to stdout."""
+def _measured_in_fork(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer for a config."""
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        try:
+            with os.fdopen(writes, "w") as answer:
+                json.dump(_answer(config), answer)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    os.close(writes)
+    with os.fdopen(reads) as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    return json.loads(text) if text else {"fault": f"its process ended: {os.waitstatus_to_exitcode(status)}"}
+
+
+def _answer(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        document = measure(TrainingConfig.model_validate_json(sys.stdin.read())).to_json()
+        return measure(TrainingConfig.model_validate(config)).to_json()
     except RequestError as error:
-        document = {"errors": [problem.to_json() for problem in error.problems]}
+        return {"errors": [problem.to_json() for problem in error.problems]}
     except OutOfMemory as error:
-        document = {"out_of_memory": str(error)}
-    print(json.dumps(document))
+        return {"out_of_memory": str(error)}
 
 
 COMPARED_MODEL: Mapping[str, Any] = {
@@ -217,8 +213,8 @@ class Compared:
         return (self.name, *(errors if self.fits else ["did not fit"] * 3))
 
 
-def compare() -> tuple[str, list[Compared]]:
-    """Plan and measure some steps on the card, in about three minutes. Returns its name and the comparisons.
+def compare(measured: Measurements) -> tuple[str, list[Compared]]:
+    """Plan and measure some steps on the card. Returns its name and the comparisons.
 
     Raises RequestError without a card, or with one that is too old for a plan.
     """
@@ -226,8 +222,12 @@ def compare() -> tuple[str, list[Compared]]:
     if not cards or not torch.cuda.is_available() or (name := cards[0].name) is None:
         raise RequestError([Problem("--compare", "this machine has no CUDA card that plans are made for")])
     facts = read_card(name) if name in card_names() else card_of_size(name)
-    card = {**(facts or {}), "host": shares_of(probe_host()).model_dump()}
-    return cards[0].product, [_compared(step, config) for step, config in _configs(card).items()]
+    measured.wait()
+    configs = _configs({**(facts or {}), "host": shares_of(probe_host()).model_dump()})
+    with Rehearsals() as rehearsals:
+        plans = rehearsals.plans([*configs.values()])
+    rows = zip(configs.items(), plans, strict=True)
+    return cards[0].product, [_compared(name, plan, config, measured) for (name, config), plan in rows]
 
 
 def _configs(card: Mapping[str, Any]) -> dict[str, TrainingConfig]:
@@ -245,19 +245,19 @@ def _configs(card: Mapping[str, Any]) -> dict[str, TrainingConfig]:
     }
 
 
-def _compared(name: str, config: TrainingConfig) -> Compared:
-    plan = plan_in_subprocess(config)
+def _compared(name: str, plan: Plan, config: TrainingConfig, measured: Measurements) -> Compared:
     try:
-        measured = measure_in_subprocess(config)
+        with doing(f"measuring the step `{name}`"):
+            found = measured(config)
     except OutOfMemory:
         return Compared(name)
-    seconds = None if plan.step is None else plan.step.seconds / measured.step_seconds - 1
+    seconds = None if plan.step is None else plan.step.seconds / found.step_seconds - 1
     use = plan.step_peak
     return Compared(
         name,
         True,
-        use.allocated_bytes / measured.allocated_bytes - 1,
-        use.device_bytes / measured.device_bytes - 1,
+        use.allocated_bytes / found.allocated_bytes - 1,
+        use.device_bytes / found.device_bytes - 1,
         seconds,
     )
 

@@ -9,9 +9,7 @@ import contextlib
 import gc
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +23,7 @@ from framework.memory.ledger import Plan, Terms
 from framework.memory.planning import make_plan
 from framework.memory.trace import Rehearsal
 from framework.run.planning import plan_cache
+from framework.run.planning.server import Server
 from framework.run.ranks.environment import python_command
 from framework.run.rehearsal.block_settings import shared_rehearsal, shared_work
 from framework.schema.choices import PeftMethod
@@ -38,57 +37,14 @@ CAPTURE_COST = 8
 _CODE = "import gc; gc.disable(); from framework.run.planning.plan_pool import serve; sys.exit(serve())"
 _COMMAND = python_command(_CODE, flags=("-W", "ignore"))
 """Without garbage collection the imports of torch and transformers take 20 % less time."""
-_TAIL = 2000
 
-
-class _Server:
-    """The process that runs `serve`."""
-
-    def __init__(self) -> None:
-        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
-        pipe = subprocess.PIPE
-        try:
-            self._process = subprocess.Popen(_COMMAND, text=True, stdin=pipe, stdout=pipe, stderr=self._complaints)
-        except OSError:
-            self._complaints.close()
-            raise
-
-    def ask(self, configs: Sequence[TrainingConfig]) -> list[dict[str, Any]]:
-        """The answer for each config. Raises TunesmithError if the process ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        line = ""
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([config.model_dump(mode="json") for config in configs]) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        if not line.endswith("\n"):
-            raise self.failure(f"exit {self._process.wait()}")
-        answers: list[dict[str, Any]] = json.loads(line)
-        return answers
-
-    def failure(self, otherwise: str) -> TunesmithError:
-        """An error with the last line that the process wrote, or with `otherwise`."""
-        self._complaints.seek(0)
-        complaints = self._complaints.read()
-        last = next((line for line in reversed(complaints.splitlines()) if line.strip()), otherwise)
-        failure = TunesmithError(f"the rehearsal failed: {last} (--debug shows where; please report it)")
-        failure.add_note(complaints[-_TAIL:])
-        return failure
-
-    def kill(self) -> None:
-        """Kill the process; whoever waits for an answer then raises TunesmithError."""
-        self._process.kill()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._complaints.close()
-
-
-_prepared: list[_Server] = []
-_asked: list[_Server] = []
+_prepared: list[Server] = []
+_asked: list[Server] = []
 """Servers whose answer is awaited."""
+
+
+def _server() -> Server:
+    return Server(_COMMAND, "rehearsal")
 
 
 @contextlib.contextmanager
@@ -98,7 +54,7 @@ def prepared() -> Iterator[None]:
     Raises RequestError if an installed library has an unsupported version.
     """
     require_versions()
-    _prepared.append(_Server())
+    _prepared.append(_server())
     try:
         yield
     finally:
@@ -127,7 +83,7 @@ class Rehearsals:
         self.made = 0
         self.faults: list[str] = []
         self._use_cache = use_cache
-        self._server: _Server | None = None
+        self._server: Server | None = None
 
     def __enter__(self) -> "Rehearsals":
         self._server = _prepared.pop() if _prepared else None
@@ -176,12 +132,13 @@ class Rehearsals:
     def _ask(self, configs: Sequence[TrainingConfig]) -> list[dict[str, Any]]:
         if self._server is None:
             require_versions()
-            self._server = _Server()
+            self._server = _server()
         _asked.append(self._server)
         so_far = f" after {counted(self.made, 'other')}" if self.made else ""
         try:
             with doing(f"rehearsing {counted(len(configs), 'setting')}{so_far}"):
-                return self._server.ask(configs)
+                answers: list[dict[str, Any]] = self._server.ask([config.model_dump(mode="json") for config in configs])
+                return answers
         finally:
             _asked.remove(self._server)
 

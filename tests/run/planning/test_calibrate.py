@@ -21,6 +21,7 @@ from framework.run.planning.calibrate import (
     to_yaml,
 )
 from framework.run.planning.host_probe import REFERENCE, HostSpeed
+from framework.run.planning.measurements import Measurements
 from framework.schema.gpu import GPUParams, HostParams
 
 H100 = Calibration(
@@ -136,12 +137,13 @@ def test_a_card_without_fp8_has_none(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_it_is_refused() -> None:
     with pytest.raises(RequestError, match="no CUDA card"):
-        calibrate()
+        calibrate(Measurements())
 
 
 @pytest.mark.gpu
 def test_a_real_card() -> None:
-    found = calibrate()
+    with Measurements() as measured:
+        found = calibrate(measured)
     card = GPUParams(**to_card(found))
     assert 200 << 20 < found.context_bytes < 2 << 30
     assert 1 << 20 <= found.cublas_workspace_bytes <= 128 << 20

@@ -1,0 +1,75 @@
+"""Measurements in forks of a server; the measuring itself is replaced, or runs on a card only."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from framework.errors import OutOfMemory, Problem, RequestError, TunesmithError
+from framework.run.planning import measure, measurements
+from framework.run.planning.measurements import Measured, Measurements
+from framework.schema.config import TrainingConfig
+
+FOUND = Measured("a card", 1, 2, 3, 0.5, 100.0, {"forward": 1}, 2.5, "2.13.0")
+
+
+def answer_of(monkeypatch: pytest.MonkeyPatch, measured) -> dict[str, object]:
+    monkeypatch.setattr(measure, "measure", measured)
+    return measure._measured_in_fork(TrainingConfig().model_dump(mode="json"))
+
+
+def test_a_fork_answers_with_the_measurement_of_the_config(monkeypatch) -> None:
+    def measured(config: TrainingConfig) -> Measured:
+        assert config == TrainingConfig()
+        assert os.getpid() != parent
+        return FOUND
+
+    parent = os.getpid()
+    assert Measured(**answer_of(monkeypatch, measured)) == FOUND
+
+
+def test_problems_come_back_and_a_fork_that_is_killed_is_a_fault(monkeypatch) -> None:
+    def refused(_: TrainingConfig) -> Measured:
+        raise RequestError([Problem("--measure", "no")])
+
+    def full(_: TrainingConfig) -> Measured:
+        raise OutOfMemory("tried 9 GiB")
+
+    def killed(_: TrainingConfig) -> Measured:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def broken(_: TrainingConfig) -> Measured:
+        raise ZeroDivisionError
+
+    assert answer_of(monkeypatch, refused)["errors"] == [Problem("--measure", "no").to_json()]
+    assert answer_of(monkeypatch, full) == {"out_of_memory": "tried 9 GiB"}
+    assert answer_of(monkeypatch, killed) == {"fault": "its process ended: -9"}
+    assert answer_of(monkeypatch, broken) == {"fault": "its process ended: 1"}
+
+
+ANSWERS = {
+    "out_of_memory": (OutOfMemory, "tried 9 GiB"),
+    "fault": (TunesmithError, "the measurement failed: its process ended: -9"),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_each_answer_is_raised_as_its_error(kind, monkeypatch) -> None:
+    error, message = ANSWERS[kind]
+    text = json.dumps({kind: message.removeprefix("the measurement failed: ")})
+    code = f"import sys\nfor line in sys.stdin: print({text!r}, flush=True)"
+    monkeypatch.setattr(measurements, "_COMMAND", ["python3", "-c", code])
+    with Measurements() as measured, pytest.raises(error, match=message):
+        measured(TrainingConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_the_real_server_says_that_there_is_no_card() -> None:
+    with Measurements() as measured:
+        for _ in range(2):
+            with pytest.raises(RequestError, match="no CUDA card"):
+                measured(TrainingConfig())
