@@ -72,10 +72,11 @@ _ROOMS = {
     "framework.schema.choices": (
         "Attention BackwardPrefetch CheckpointingPolicy CompileScope Divergence EmaDevice Fp8 LoraInit "
         "MixedPrecision Mixing OnOutOfMemory OptimizerOffload PeftMethod PeftSaveMode PreferenceLoss Quantization "
-        "Rounding RowFormat Scheduler SdpaBackend ShardingStrategy StateDictType Supervise Task TorchDtype Tracker "
+        "Rounding RowFormat Scheduler SdpaBackend ShardingStrategy StateDictType Supervise TorchDtype Tracker "
         "Truncation"
     ),
     "framework.schema.optimizers": "Optimizer",
+    "framework.schema.tasks": "Task",
     "framework.errors": (
         "BrokenRows DoesNotFit Interrupted NonFinite OutOfMemory Problem RequestError SaveFailed TrainingStopped "
         "TunesmithError VerificationFailed WorkersLost"

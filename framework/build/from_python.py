@@ -8,7 +8,7 @@ import torch
 
 from framework.build.tasks.objective import Objective
 from framework.errors import Problem, RequestError
-from framework.schema.choices import OptimizerOffload, Task
+from framework.schema.choices import OptimizerOffload
 from framework.schema.config import TrainingConfig
 from framework.schema.evaluation import FROM_PYTHON
 
@@ -52,7 +52,7 @@ class FromPython:
         if kinds and (config.fsdp.is_sharded or config.sharing > 1):
             message = f"{kinds} from Python would see parts of weights or rows"
             problems.append(Problem("fsdp", message, expected="one device, or copies of the whole model"))
-        if self.objective is not None and training.task in (Task.PREFERENCE, Task.DISTILLATION):
+        if self.objective is not None and training.task.facts.compares_models:
             message = f"an objective from Python does not replace that of {training.task}"
             problems.append(Problem("training.task", message, expected="sft, pretrain, or a task of rows"))
         if self.objective is not None and config.model.chunked_loss not in (None, False):

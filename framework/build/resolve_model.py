@@ -12,7 +12,6 @@ from framework.build.model.heads import refuse_without_attention
 from framework.errors import Problem, RequestError
 from framework.memory.resolve import resolve
 from framework.schema.architecture import has_limit, position_count, scales_positions
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.every import find_derived_conflicts
 from framework.schema.rules.model import too_long
@@ -48,6 +47,6 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
         )
 
         refuse_unplanned(resolved, architecture)
-    if resolved.training.task is Task.DISTILLATION:
+    if resolved.training.task.facts.has_teacher:
         read_teacher(resolved, architecture)
     return resolved, architecture

@@ -87,7 +87,7 @@ def recipe_text(model: str, data: str, peft: str, row_format: str) -> str:
 def _row_format(data: str) -> str:
     """Row format of a JSON Lines file, from its first row; `messages` for other files, which `check` examines."""
     from framework.build.text.row_formats import KINDS, detect_form
-    from framework.schema.choices import Task
+    from framework.schema.tasks import Task
 
     try:
         with Path(data).expanduser().open(encoding="utf-8") as file:

@@ -309,7 +309,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
         lines.append("garbage collection of cached blocks is not replayed: reserved is an upper bound")
     if rehearsal.read_values:
         documents = "for several documents in a row" if config.data.joins_rows else "without padding"
-        case = "for padded rows" if config.training.task.is_of_rows else documents
+        case = "for padded rows" if config.training.task.facts.is_of_rows else documents
         lines.append(f"values read on the host are assumed to be those {case}: {', '.join(rehearsal.read_values)}")
     return tuple(lines)
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from framework.memory.cards import best_autocast
 from framework.schema.architecture import position_count
-from framework.schema.choices import MixedPrecision, Rounding, Task, TorchDtype
+from framework.schema.choices import MixedPrecision, Rounding, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.objectives import DEFAULT_BETA
 from framework.schema.optimizers import facts_of
 from framework.schema.rules.precision import overflows_in_float16
+from framework.schema.tasks import Task
 
 DEFAULT_LENGTH = 2048
 """Default row length, if the model supports it."""

@@ -23,12 +23,9 @@ from framework.run.checkpoints.saved_model import SavedModel, find_saved_model
 from framework.run.checkpoints.trained_model import load_model
 from framework.run.evaluate import Sums, add_up, metrics_of_sets
 from framework.run.predict import reading_config
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams
 
-_COMPARED = (Task.PREFERENCE, Task.DISTILLATION)
-"""Tasks whose loss needs another model, which the export does not contain."""
 _AS_THEY_ARE: dict[str, Any] = {"packing": False, "padding_free": False, "streaming": False, "group_by_length": False}
 """How rows are batched does not change the loss, and a plainly loaded model is not prepared for packing."""
 
@@ -76,7 +73,7 @@ def _config(saved: SavedModel, file: str | None) -> TrainingConfig:
     if run is None and file is None:
         message = f"{saved.folder} is not the export of a run, so its held-out rows are not known"
         raise RequestError([Problem("FILE", message, expected="a file of rows, or a run folder")])
-    if saved.task in _COMPARED:
+    if saved.task.facts.compares_models:
         message = f"the loss of {saved.task} needs another model, which the export does not contain"
         raise RequestError([Problem("RUN", message, expected="`tunesmith predict RUN FILE --score`")])
     config = reading_config(saved)
@@ -118,7 +115,7 @@ def evaluate_tasks(
     except ImportError:
         raise RequestError([Problem("--tasks", "lm-eval is not installed", expected="pip install lm-eval")]) from None
     saved = find_saved_model(source, trusts_code, allow)
-    if saved.task.is_of_rows:
+    if saved.task.facts.is_of_rows:
         message = f"a model of the task {saved.task} generates no text, which lm-eval needs"
         raise RequestError([Problem("--tasks", message, expected="evaluate without --tasks")])
     manager = TaskManager()

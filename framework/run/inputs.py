@@ -28,7 +28,6 @@ from framework.build.text.tokenizer import build_tokenizer, padding_id
 from framework.compose.own_adapter import BASE_RECORD, find_adapter
 from framework.compose.trained_folders import read_json
 from framework.errors import Problem, RequestError
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
 from framework.schema.rules.evaluation import last_save_conflicts
@@ -59,7 +58,7 @@ def read_inputs(config: TrainingConfig, given: RowsFromPython = NO_ROWS, console
     config, architecture = settle(config)
     tokenizer = read_tokenizer(config, architecture, given)
     data = read_rows_for(config, architecture, tokenizer, given, console)
-    if config.training.task.is_of_rows:
+    if config.training.task.facts.is_of_rows:
         config = with_labels(config, data.targets)
         fit_head(config, architecture)
         pad_like(architecture, tokenizer)
@@ -75,7 +74,7 @@ def with_labels(config: TrainingConfig, targets: Targets | None) -> TrainingConf
     if targets is None:
         return config
     labels, several = config.data.labels, config.data.multi_label
-    if config.training.task is Task.REGRESSION:
+    if config.training.task.facts.label == "value":
         if labels and len(labels) != targets.size:
             message = f"names {counted(len(labels), 'number')}, and each row has {targets.size}"
             raise RequestError([Problem("data.labels", message, expected=f"{counted(targets.size, 'name')}, or unset")])

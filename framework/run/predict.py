@@ -25,10 +25,10 @@ from framework.errors import Problem, RequestError
 from framework.run.checkpoints.saved_model import MODEL_FILE, PROMPTS, SavedModel, find_saved_model
 from framework.run.checkpoints.trained_model import load_model
 from framework.schema.architecture import position_count
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DataParams
 from framework.schema.model import ModelParams
+from framework.schema.tasks import Task
 from framework.schema.training import TrainingParams
 
 MOST_ROWS, MOST_TOKENS = 64, 16_384
@@ -82,7 +82,7 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     _refuse(saved_model, task, request)
     if request.score or task is Task.REWARD:
         rows = read_answered(file, config, tokenizer)
-    elif task.is_of_rows:
+    elif task.facts.is_of_rows:
         rows = read_texts(file, config, tokenizer)
     else:
         new_tokens, room = _lengths(config, request)
@@ -94,7 +94,7 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
             return _paired(rows, _in_order(answered, _judging(loaded), MOST_TOKENS))
         vocabulary = causal_model(loaded.model).config.get_text_config().vocab_size
         return _paired(rows, _in_order(answered, _scoring(loaded), max(1, MOST_LOGITS // vocabulary)))
-    if task.is_of_rows:
+    if task.facts.is_of_rows:
         return _in_order(rows, _judging(loaded), MOST_TOKENS)
     return _in_order(rows, _completing(loaded, new_tokens), MOST_TOKENS, new_tokens)
 
@@ -118,7 +118,7 @@ def reading_config(saved_model: SavedModel) -> TrainingConfig:
 
 def _labels(saved_model: SavedModel) -> DataParams:
     """The class names in a folder's model config."""
-    if not saved_model.task.is_of_rows or saved_model.task is Task.REWARD:
+    if not saved_model.task.facts.label:
         return DataParams()
     settings = json.loads((saved_model.folder / MODEL_FILE).read_text())
     names = settings.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
@@ -127,14 +127,14 @@ def _labels(saved_model: SavedModel) -> DataParams:
         raise RequestError([Problem("RUN", message, expected='{"0": name, "1": name, ...}')])
     several = settings.get("problem_type") == "multi_label_classification"
     labels = tuple(names[key] for key in sorted(names, key=size_of))
-    return DataParams(labels=labels, multi_label=several if saved_model.task is Task.CLASSIFICATION else None)
+    return DataParams(labels=labels, multi_label=several if saved_model.task.facts.label == "class" else None)
 
 
 def _refuse(saved_model: SavedModel, task: Task, request: Request) -> None:
-    if task.is_of_rows and request.score:
+    if task.facts.is_of_rows and request.score:
         message = f"a model of the task {task} always gives its confidence"
         raise RequestError([Problem("--score", message, expected="leave it out")])
-    if request.new_tokens is not None and (task.is_of_rows or request.score):
+    if request.new_tokens is not None and (task.facts.is_of_rows or request.score):
         why = "with --score" if request.score else f"by a model of the task {task}"
         raise RequestError([Problem("--max-new-tokens", f"no text is generated {why}", expected="leave it out")])
     if saved_model.adapter_kind in PROMPTS and not request.score:

@@ -18,8 +18,8 @@ from framework.build.text.labels import IGNORED
 from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
 from framework.run.inputs import Inputs, read_inputs, training_batches
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
+from framework.schema.tasks import Task
 
 STEPS_COUNTED = 200
 """Steps whose padding is counted: enough for a share accurate to a percent, in a second at most."""
@@ -258,7 +258,7 @@ def _classes(rows: Rows, data: Data, task: Task) -> dict[str, int] | None:
 
 
 def _values(rows: Rows, task: Task) -> dict[str, float] | None:
-    if task is not Task.REGRESSION or rows.targets is None or rows.targets.shape[1] > 1:
+    if task.facts.label != "value" or rows.targets is None or rows.targets.shape[1] > 1:
         return None
     found = np.quantile(rows.targets[:, 0], QUANTILES, method="higher")
     return {str(share): float(value) for share, value in zip(QUANTILES, found, strict=True)}

@@ -341,7 +341,7 @@ def _prompt_of(row: Row) -> list[int]:
 def _sample(session: Session) -> tuple[str, str] | None:
     """A completion of the prompt of a held-out row, or of a training row if none is held out: of the first rows the one
     that leaves most room for it. None for a model that does not generate text."""
-    if session.config.training.task.is_of_rows:
+    if session.config.training.task.facts.is_of_rows:
         return None
     tokenizer, data, longest = session.inputs.tokenizer, session.inputs.data, session.config.longest
     rows = data.eval or data.train

@@ -44,29 +44,6 @@ class Choice(StrEnum):
         )
 
 
-class Task(Choice):
-    """Training tasks."""
-
-    SFT = "sft"
-    PRETRAIN = "pretrain"
-    PREFERENCE = "preference"
-    REWARD = "reward"
-    CLASSIFICATION = "classification"
-    REGRESSION = "regression"
-    DISTILLATION = "distillation"
-
-    @property
-    def is_of_rows(self) -> bool:
-        """Whether the model has a head with one output per row instead of per token."""
-        return self in (Task.CLASSIFICATION, Task.REGRESSION, Task.REWARD)
-
-    @property
-    def is_next_token(self) -> bool:
-        """Whether the loss is the cross entropy of each next token, so that parts of a row can be computed
-        separately."""
-        return self in (Task.SFT, Task.PRETRAIN)
-
-
 class PreferenceLoss(Choice):
     """Losses of preferences, by the names of TRL and the papers."""
 

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from framework.schema.choices import Mixing, RowFormat, Supervise, Task, Truncation
+from framework.schema.choices import Mixing, RowFormat, Supervise, Truncation
 from framework.schema.facts import FREE, NO_MEMORY, UsedUnless, UsedWith
 from framework.schema.params import FrozenMapping, Number, Params, parse_sequence
+from framework.schema.tasks import tasks_with, used_by_tasks_with
 from framework.schema.training import Count, Positive
 from framework.schema.urls import DataPath
 
@@ -116,7 +117,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(parse_sequence)]
 
 _CUT = UsedUnless(
     "training.task",
-    (Task.PRETRAIN,),
+    tasks_with(lambda facts: facts.splits_documents),
     "pretrain splits a long document into consecutive rows and loses nothing of it",
 )
 
@@ -158,15 +159,11 @@ class DataParams(Params):
     supervise: Annotated[Supervise | None, NO_MEMORY] = None
     """Tokens that the loss is computed on. Unset: the assistant's turns in a chat, the completion of a prompt, every
     token of a text; under `pretrain` every token."""
-    labels: Annotated[Names | None, UsedWith("training.task", (Task.CLASSIFICATION, Task.REGRESSION), refused=True)] = (
-        None
-    )
+    labels: Annotated[Names | None, used_by_tasks_with(lambda facts: facts.label)] = None
     """Names of the classes of `classification` (of the numbers of `regression`) in the order of the model's outputs.
     Unset: those that occur in the training rows, sorted; a plan, which reads no rows, assumes two (one). Negligible
     memory."""
-    multi_label: Annotated[bool | None, NO_MEMORY, UsedWith("training.task", (Task.CLASSIFICATION,), refused=True)] = (
-        None
-    )
+    multi_label: Annotated[bool | None, NO_MEMORY, used_by_tasks_with(lambda facts: facts.label == "class")] = None
     """Whether a row may have several classes, or none. Unset: when labels are lists. No memory."""
     truncation: Annotated[Truncation, NO_MEMORY, _CUT] = Truncation.RIGHT
     """Handling of rows longer than `model.model_max_length`."""

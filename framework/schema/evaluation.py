@@ -1,11 +1,10 @@
-"""Intervals of evaluations and checkpoints, and the metrics of each task."""
+"""Intervals of evaluations and checkpoints, and which metrics are better if lower."""
 
 import math
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from framework.schema.choices import Task
 from framework.schema.params import Integer, Number
 
 Epoch = Literal["epoch"]
@@ -37,15 +36,3 @@ FROM_PYTHON = "python/"
 """Prefix of metrics passed by a Python program."""
 LOWER_IS_BETTER = frozenset({"eval_loss", "perplexity", "router_loss", "divergence", "mse", "mae"})
 """For all others higher is better."""
-
-METRICS = {
-    Task.SFT: ("eval_loss", "perplexity", "token_accuracy", "router_loss"),
-    Task.PRETRAIN: ("eval_loss", "perplexity", "token_accuracy", "router_loss"),
-    Task.PREFERENCE: ("eval_loss", "reward_accuracy", "reward_margin"),
-    Task.REWARD: ("eval_loss", "reward_accuracy", "reward_margin"),
-    Task.CLASSIFICATION: ("eval_loss", "accuracy", "macro_f1", "micro_f1"),
-    Task.REGRESSION: ("eval_loss", "mse", "mae", "r2", "pearson"),
-    Task.DISTILLATION: ("eval_loss", "divergence", "perplexity", "token_accuracy"),
-}
-"""Metrics by which the best checkpoint can be chosen. `router_loss` needs a router loss, `micro_f1` several classes a
-row, `reward_accuracy` pairs."""

@@ -15,7 +15,6 @@ from framework.schema.choices import (
     PreferenceLoss,
     Rounding,
     Scheduler,
-    Task,
     Tracker,
 )
 from framework.schema.evaluation import Interval
@@ -23,6 +22,7 @@ from framework.schema.facts import FREE, NO_MEMORY, STEERING, Facts, Resume, Use
 from framework.schema.objectives import WITHOUT_REFERENCE, DistillationParams, PreferenceParams, TeacherParams
 from framework.schema.optimizers import Optimizer
 from framework.schema.params import Auto, Integer, Number, Params, Strings, parse_sequence
+from framework.schema.tasks import Task, used_by_tasks_with
 from framework.schema.urls import NoURL
 
 Positive = Annotated[Integer, Field(ge=1)]
@@ -30,10 +30,9 @@ Count = Annotated[Integer, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 _CHECKPOINTED = UsedWith("training.enable_gradient_checkpointing")
-_WRITING = (Task.SFT, Task.PRETRAIN, Task.PREFERENCE, Task.DISTILLATION)
 _SCHEDULE = "training.lr_scheduler_type"
-_OF_TOKENS = UsedWith("training.task", (Task.SFT, Task.PRETRAIN), refused=True)
-_OF_TOKENS_OR_CLASSES = UsedWith("training.task", (Task.SFT, Task.PRETRAIN, Task.CLASSIFICATION), refused=True)
+_OF_TOKENS = used_by_tasks_with(lambda facts: facts.is_next_token)
+_OF_TOKENS_OR_CLASSES = used_by_tasks_with(lambda facts: facts.is_next_token or facts.label == "class")
 _WITH_LAST_RATE = UsedWith(
     _SCHEDULE, (Scheduler.COSINE_WITH_MIN_LR, Scheduler.POLYNOMIAL, Scheduler.WARMUP_STABLE_DECAY)
 )
@@ -88,7 +87,7 @@ class TrainingParams(Params):
     """The loss of `task: preference`."""
     teacher: TeacherParams | None = None
     """The teacher of `task: distillation`; its weights stay on the device in addition to the trained ones."""
-    distillation: Annotated[DistillationParams, UsedWith("training.task", (Task.DISTILLATION,), refused=True)] = (
+    distillation: Annotated[DistillationParams, used_by_tasks_with(lambda facts: facts.has_teacher)] = (
         DistillationParams()
     )
     """The loss of `task: distillation`."""
@@ -254,7 +253,7 @@ class TrainingParams(Params):
     save_total_limit: Annotated[Positive, FREE] = 2
     """Number of checkpoints to keep; older ones are deleted after a newer one is complete."""
     sample_prompts: Annotated[
-        Strings, Facts(resume=Resume.FREE), UsedWith("training.task", _WRITING, refused=True)
+        Strings, Facts(resume=Resume.FREE), used_by_tasks_with(lambda facts: not facts.is_of_rows)
     ] = ()
     """Prompts that the model completes greedily at each evaluation; completions go to the progress output, to
     `samples.jsonl` in the run folder and to trackers that take text. They are users' turns if the training rows are
@@ -297,8 +296,7 @@ class TrainingParams(Params):
     @property
     def has_pairs(self) -> bool:
         """Whether a row is a pair of answers, two sequences of a batch."""
-        single = self.preference.loss_type is PreferenceLoss.KTO
-        return self.task is Task.REWARD or (self.task is Task.PREFERENCE and not single)
+        return self.task.facts.compares_answers and self.preference.loss_type is not PreferenceLoss.KTO
 
     @property
     def sequences_per_row(self) -> int:

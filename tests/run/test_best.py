@@ -11,9 +11,8 @@ from framework.run.best import Best
 from framework.run.checkpoints.checkpoint import checkpoints
 from framework.run.held_out import HeldOut
 from framework.run.trainer import train
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
-from framework.schema.evaluation import METRICS, is_due, steps_between
+from framework.schema.evaluation import is_due, steps_between
 from framework.schema.rules.evaluation import best_conflicts
 from framework.schema.training import TrainingParams
 from tests.tiny import LLAMA
@@ -159,4 +158,3 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     assert "training.early_stopping_patience" in keys(early_stopping_patience=2, eval_steps=None)
     assert "training.export_best" in keys(export_best=True)
     assert keys(best_metric="perplexity", export_best=True) == keys()
-    assert METRICS.keys() == set(Task)

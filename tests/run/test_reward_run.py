@@ -12,7 +12,7 @@ from framework.memory.cards import read_card
 from framework.run.inputs import read_inputs
 from framework.run.rehearsal.rehearse import rehearse
 from framework.run.step import train_step
-from framework.schema.choices import Task
+from framework.schema.tasks import Task
 from tests.run.test_preference_run import config as preference_config
 from tests.run.test_preference_run import files  # noqa: F401
 from tests.run.test_trainer import interrupt_after, metrics, train

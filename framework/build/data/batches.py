@@ -22,8 +22,8 @@ from framework.build.data.packing import Packs, document_lengths, end_to_end, ma
 from framework.build.data.rows import Row, Rows
 from framework.build.model.heads import answers
 from framework.build.text.labels import IGNORED
-from framework.schema.choices import Task
 from framework.schema.config import Batch, TrainingConfig
+from framework.schema.tasks import Task
 
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
 """`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike if a row is padded. If rows hold
@@ -87,7 +87,7 @@ def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
         batch["reference"] = torch.zeros(rows, dtype=torch.float32, device=ids.device)
     if training.task is Task.PREFERENCE and not training.has_pairs:
         batch["targets"] = torch.ones((rows, 1), dtype=torch.float32, device=ids.device)
-    if training.task.is_of_rows:
+    if training.task.facts.is_of_rows:
         batch |= _judged(config, ids)
     if config.data.packing:
         batch |= on_device(ids.device, mark_documents([[length - 1, 1]] * rows, length))
@@ -115,7 +115,7 @@ def _judged(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
         made["attention_mask"][-1, -1] = 0
     if config.training.task is Task.REWARD:
         return {**made, "targets": torch.zeros((rows // 2, 1), dtype=torch.float32, device=ids.device)}
-    is_one_class = config.training.task is Task.CLASSIFICATION and config.data.multi_label is not True
+    is_one_class = config.training.task.facts.label == "class" and config.data.multi_label is not True
     width = 1 if is_one_class else len(answers(config))
     made["targets"] = torch.zeros((rows, width), dtype=torch.float32, device=ids.device)
     return made

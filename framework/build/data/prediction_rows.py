@@ -21,11 +21,12 @@ from framework.build.text.row_formats import QUESTIONS, detect_form
 from framework.build.text.stored_rows import encode_batch, row_question
 from framework.build.text.tokenizer import own_start
 from framework.errors import Problem, RequestError
-from framework.schema.choices import RowFormat, Supervise, Task, Truncation
+from framework.schema.choices import RowFormat, Supervise, Truncation
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams, Split
 from framework.schema.params import FrozenMapping
 from framework.schema.plural import counted
+from framework.schema.tasks import Task
 
 KEY = "FILE"
 ASKING: dict[RowFormat, str] = {
@@ -92,11 +93,11 @@ def read_answered(path: str, config: TrainingConfig, tokenizer: PreTrainedTokeni
     For a run trained on pairs or judged answers, plain answers are read as well.
     """
     asked, task = _source(path, config), config.training.task
-    if task in (Task.PREFERENCE, Task.REWARD):
+    if task.facts.compares_answers:
         asked, task = _single_answers(asked) or (asked, task)
     source = read_source(asked, KEY, task)
     supervise = config.data.supervise
-    if supervise is None and config.training.task is Task.PRETRAIN:
+    if supervise is None and config.training.task.facts.splits_documents:
         supervise = Supervise.ALL
     encoding, found, problems = Encoding(tokenizer, supervise), list[Encoded](), list[Problem]()
     for batch in source.dataset.iter(batch_size=ENCODE_BATCH):

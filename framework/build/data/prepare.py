@@ -34,10 +34,11 @@ from framework.build.text.encode import Encoding, row_texts
 from framework.build.text.row_formats import require_answers, require_learnable
 from framework.build.text.stored_rows import check_prompts, encode_batch
 from framework.errors import Problem, RequestError
-from framework.schema.choices import Mixing, RowFormat, Supervise, Task
+from framework.schema.choices import Mixing, RowFormat, Supervise
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams, Datasets
 from framework.schema.plural import counted
+from framework.schema.tasks import Task
 
 HELD_OUT, TOKENIZER_TEXTS = 1, 2
 """Spawn keys of random streams from the run's seed, in addition to those of `epoch_order` and packing."""
@@ -172,10 +173,10 @@ def _encoding(
     warnings = check_prompts(splits.sources, tokenizer)
     if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
         warnings += ("the tokenizer has no end token, so the model does not learn to end a text",)
-    if config.training.task is Task.REGRESSION:
+    if config.training.task.facts.label == "value":
         warnings += tuple(f"column `label`: {what}" for what in coarse_values(splits.train["label"]))
     margins = config.training.task is Task.REWARD
-    supervise = config.data.supervise or (Supervise.ALL if config.training.task is Task.PRETRAIN else None)
+    supervise = config.data.supervise or (Supervise.ALL if config.training.task.facts.splits_documents else None)
     return Encoding(tokenizer, supervise, find_targets(splits, config), margins), warnings
 
 
@@ -189,7 +190,7 @@ def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
     return RowPolicy(
         limit=limit,
         truncation=config.data.truncation,
-        splits_documents=config.training.task is Task.PRETRAIN,
+        splits_documents=config.training.task.facts.splits_documents,
         vocab_size=vocab_size,
     )
 
@@ -352,12 +353,12 @@ def _arrange_held_out(
 def find_targets(splits: Splits, config: TrainingConfig) -> Targets | None:
     """Conversion of labels to targets; None for tasks without labels. Classes are `data.labels`, else those of the
     training rows including held-out ones."""
-    if config.training.task not in (Task.CLASSIFICATION, Task.REGRESSION):
+    if not config.training.task.facts.label:
         return None
     labels = list(splits.train["label"])
     if splits.eval is not None and not config.data.eval:
         labels += splits.eval["label"]
-    if config.training.task is Task.REGRESSION:
+    if config.training.task.facts.label == "value":
         return find_values(labels)
     try:
         return find_classes(labels, config.data.labels)

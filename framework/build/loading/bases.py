@@ -28,11 +28,12 @@ from framework.build.place import Place
 from framework.build.text.tokenizer import build_tokenizer
 from framework.errors import Problem, RequestError
 from framework.schema.architecture import position_count, scales_positions
-from framework.schema.choices import Task, TorchDtype
+from framework.schema.choices import TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
 from framework.schema.peft import PeftParams
 from framework.schema.plural import counted
+from framework.schema.tasks import Task
 
 TEACHER_KEY = "training.teacher"
 MISSING_WORDS = 0.01
@@ -181,7 +182,7 @@ def models_read(
 ) -> Iterator[tuple[str, TrainingConfig, PretrainedConfig]]:
     """(name for `--allow`, a config that is about the model, its own config) of each model that a run reads."""
     yield BASE, config, architecture
-    if config.training.task is Task.DISTILLATION:
+    if config.training.task.facts.has_teacher:
         of_teacher = teachers_config(config)
         with as_teachers():
             shape = read_architecture(of_teacher)

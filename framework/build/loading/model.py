@@ -162,7 +162,7 @@ def build_model(
     refuse_other_packing(config, architecture)
     dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
     attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
-    of_rows = config.training.task.is_of_rows
+    of_rows = config.training.task.facts.is_of_rows
     know_ring_attention()
     if attention == FLEX_ATTENTION:
         know_flex_attention()
@@ -174,7 +174,7 @@ def build_model(
     if config.model.sdpa_backend is not None and model.config._attn_implementation not in ("sdpa", RING_ATTENTION):
         message = f"{architecture.model_type} does not use torch's attention here"
         raise RequestError([Problem("model.sdpa_backend", message, expected="leave it unset")])
-    if config.training.task.is_of_rows:
+    if config.training.task.facts.is_of_rows:
         # BERT and GPT-2 check ids for padding, to warn: that synchronizes with the GPU, and our masks follow positions.
         for module in model.modules():
             if isinstance(module, PreTrainedModel):

@@ -55,7 +55,9 @@ def await_weights(
 def needs_whole_model(config: TrainingConfig) -> bool:
     """Whether the initialization of an adapter needs the full weights, so that every host loads the whole model."""
     peft = config.peft
-    copies = bool(peft.lora_modules_to_save) or bool(peft.trainable_token_indices) or config.training.task.is_of_rows
+    copies = (
+        bool(peft.lora_modules_to_save) or bool(peft.trainable_token_indices) or config.training.task.facts.is_of_rows
+    )
     return config.training.use_peft and (not ADAPTERS[peft.peft_method].has_own_start or copies)
 
 

@@ -72,7 +72,7 @@ class RouterLoss:
 def refuse_other_terms(config: TrainingConfig, architecture: PretrainedConfig) -> None:
     """Raise RequestError for an unsupported term of the model's own loss, and for a router loss without routers or
     where it cannot be computed as in transformers."""
-    if config.training.task.is_of_rows and config.training.router_aux_loss_coef is None:
+    if config.training.task.facts.is_of_rows and config.training.router_aux_loss_coef is None:
         return  # models with a head for rows add no term
     settings, kind = architecture.get_text_config().to_dict(), architecture.model_type
     problems = [
@@ -97,7 +97,7 @@ def refuse_other_terms(config: TrainingConfig, architecture: PretrainedConfig) -
 def _impossible(config: TrainingConfig) -> Iterator[str]:
     """Reasons why a router loss cannot be part of this run."""
     training = config.training
-    if not training.task.is_next_token:
+    if not training.task.facts.is_next_token:
         yield f"the router auxiliary loss is added to the tasks sft and pretrain, and this is {training.task}"
     if config.sharing > 1:
         yield "with context or tensor parallel each device sees only a part of the tokens of the router auxiliary loss"
@@ -112,7 +112,7 @@ def router_coefficient(config: TrainingConfig, settings: Mapping[str, Any]) -> f
     transformers; 0 for none. `settings` is the model's text config."""
     if config.training.router_aux_loss_coef is not None:
         return config.training.router_aux_loss_coef
-    if config.training.task.is_of_rows or not settings.get("output_router_logits"):
+    if config.training.task.facts.is_of_rows or not settings.get("output_router_logits"):
         return 0.0
     return float(next((settings[name] for name in _NAMES if settings.get(name)), 0.0))
 
@@ -144,7 +144,7 @@ def load_balancing_loss(causal: PreTrainedModel) -> Callable[..., Tensor] | None
 def describe_routers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
     """A plan's assumptions about the router loss."""
     settings = architecture.get_text_config().to_dict()
-    if not has_routers(settings) or config.training.task.is_of_rows:
+    if not has_routers(settings) or config.training.task.facts.is_of_rows:
         return ()
     if coefficient := router_coefficient(config, settings):
         return (f"the routers' auxiliary loss is in the loss, x {coefficient:g}: their logits are kept for backward",)

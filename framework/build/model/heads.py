@@ -22,12 +22,9 @@ from transformers import (
 from framework.build.model.convolutions import CONVOLUTIONAL
 from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
-
-ASSUMED = {Task.CLASSIFICATION: ("negative", "positive"), Task.REGRESSION: ("value",), Task.REWARD: ("reward",)}
-"""Names of a model's outputs if neither `data.labels` nor the rows give them."""
+from framework.schema.tasks import Task
 
 _KEY = "model.architecture"
 _OURS = ("num_labels", "id2label", "label2id", "problem_type")
@@ -36,19 +33,19 @@ _OURS = ("num_labels", "id2label", "label2id", "problem_type")
 
 def model_class(task: Task) -> Any:
     """The transformers class that builds and loads the model of a task."""
-    return AutoModelForSequenceClassification if task.is_of_rows else AutoModelForCausalLM
+    return AutoModelForSequenceClassification if task.facts.is_of_rows else AutoModelForCausalLM
 
 
 def answers(config: TrainingConfig) -> tuple[str, ...]:
     """Names of the outputs of a model for a task of rows."""
-    labels = config.data.labels if config.training.task is not Task.REWARD else ()
-    return labels or ASSUMED[config.training.task]
+    facts = config.training.task.facts
+    return (config.data.labels if facts.label else None) or facts.outputs
 
 
 def describe_answers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
     """Assumptions of a plan about the head and convolutions."""
     assumptions = []
-    if config.training.task in (Task.CLASSIFICATION, Task.REGRESSION) and not config.data.labels:
+    if config.training.task.facts.label and not config.data.labels:
         assumed = len(answers(config))
         assumptions.append(f"data.labels is unset, and a plan reads no rows: the head has {counted(assumed, 'output')}")
     if type(architecture) in CONVOLUTIONAL and config.gpu.name != "cpu":
@@ -60,7 +57,7 @@ def fit_head(config: TrainingConfig, architecture: PretrainedConfig) -> None:
     """Set the head's size, names and problem type in the model's own config. Raises RequestError for a model that
     cannot have the head of this task."""
     task = config.training.task
-    if not task.is_of_rows:
+    if not task.facts.is_of_rows:
         # Tasks of tokens predict the next one, which a bidirectional model would see.
         if not _has_causal_model(architecture):
             message = f"{architecture.model_type} is not a causal language model"
@@ -78,7 +75,7 @@ def fit_head(config: TrainingConfig, architecture: PretrainedConfig) -> None:
     architecture.id2label = dict(enumerate(names))
     architecture.label2id = {name: index for index, name in enumerate(names)}
     kinds = {True: "multi_label_classification", False: "single_label_classification"}
-    is_class = task is Task.CLASSIFICATION
+    is_class = task.facts.label == "class"
     architecture.problem_type = kinds[config.data.multi_label is True] if is_class else "regression"
     text = architecture.get_text_config()
     if text.pad_token_id is None:

@@ -29,9 +29,10 @@ from framework.build.text.format_rows import Values
 from framework.build.text.format_table import FORMS, Form
 from framework.build.text.row_formats import choose_form
 from framework.errors import Problem, RequestError
-from framework.schema.choices import RowFormat, Task
+from framework.schema.choices import RowFormat
 from framework.schema.data import DatasetParams, Split, parse_split
 from framework.schema.plural import counted
+from framework.schema.tasks import Task
 from framework.schema.urls import is_url
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from framework.build.tasks.reference import (
     frozen_copy,
 )
 from framework.build.tasks.rows import build_row_objective
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
+from framework.schema.tasks import Task
 
 __all__ = [
     "Precomputed",
@@ -43,7 +43,7 @@ def build_frozen_model(
     `model` is the trained model as built; `computed` is autocast's dtype.
     """
     training = config.training
-    if training.task is Task.DISTILLATION:
+    if training.task.facts.has_teacher:
         return build_teacher(config, place, computed)
     if training.has_reference and not training.use_peft and not training.asks_reference_once:
         return frozen_copy(model)
@@ -59,7 +59,7 @@ def describe_frozen_model(config: TrainingConfig, frozen_model: nn.Module | None
         return (f"{what}: a frozen copy of its {size / 2**20:.1f} MiB, and one more forward pass",)
     if frozen_model is not None:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen_model.parameters())
-        what = "the teacher" if training.task is Task.DISTILLATION else "the reference, a frozen copy of the weights,"
+        what = "the teacher" if training.task.facts.has_teacher else "the reference, a frozen copy of the weights,"
         return (f"{what} takes {size / 2**30:.2f} GiB more, and its own forward pass in each step",)
     if training.asks_reference_once:
         return ("the reference is computed once before the first step: its forward passes are not part of a step",)
@@ -69,7 +69,7 @@ def describe_frozen_model(config: TrainingConfig, frozen_model: nn.Module | None
 def build_objective(config: TrainingConfig, model: nn.Module, frozen_model: nn.Module | None = None) -> Objective:
     """The objective of `training.task`. Raises RequestError for a model that does not support it."""
     training = config.training
-    if training.task in (Task.CLASSIFICATION, Task.REGRESSION):
+    if training.task.facts.label:
         return build_row_objective(model, training.label_smoothing)
     if training.task is Task.REWARD:
         return BradleyTerry()

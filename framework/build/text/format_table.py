@@ -25,7 +25,8 @@ from framework.build.text.format_rows import (
     unpaired_row,
 )
 from framework.build.text.messages import SWITCHES, TEXT_FIELDS
-from framework.schema.choices import RowFormat, Supervise, Task
+from framework.schema.choices import RowFormat, Supervise
+from framework.schema.tasks import Task, tasks_with
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,7 @@ def _schema(*kept: str) -> pa.Schema:
     )
 
 
-WRITING = (Task.SFT, Task.PRETRAIN, Task.DISTILLATION)
-"""Tasks that train a language model on the text of a row."""
+_ON_TEXT = tasks_with(lambda facts: facts.trains_on_text)
 _TURNS = (Supervise.ASSISTANT, Supervise.LAST, Supervise.ALL)
 _WHOLE = "needs rows that say where the prompt ends, and these are whole conversations"
 
@@ -127,7 +127,7 @@ _ALL = (
         also=("labels", "attention_mask"),
         schema=_schema("input_ids", "labels"),
         read=faults_as_values(tokens_row),
-        tasks=WRITING,
+        tasks=_ON_TEXT,
         supervise=(),
         refusal="would override the labels of pre-tokenized rows, or that all their tokens are supervised",
         filled=("input_ids",),
@@ -140,7 +140,7 @@ _ALL = (
         also=("prompt", "instruction", "input", "system", "tools", "functions", "margin"),
         schema=_schema("prompt", "chosen", "rejected", "tools", "margin"),
         read=faults_as_values(preference_row),
-        tasks=(Task.PREFERENCE, Task.REWARD),
+        tasks=tasks_with(lambda facts: facts.compares_answers),
         supervise=(Supervise.COMPLETION,),
         refusal="does not fit pairs, whose answers are compared",
         filled=("chosen", "rejected"),
@@ -170,7 +170,7 @@ _ALL = (
         also=("system", "tools", "functions"),
         schema=_schema("messages", "tools"),
         read=faults_as_values(messages_row),
-        tasks=WRITING,
+        tasks=_ON_TEXT,
         supervise=_TURNS,
         refusal=_WHOLE,
         filled=("messages",),
@@ -184,7 +184,7 @@ _ALL = (
         also=("system", "tools", "functions"),
         schema=_schema("messages", "tools"),
         read=faults_as_values(sharegpt_row),
-        tasks=WRITING,
+        tasks=_ON_TEXT,
         supervise=_TURNS,
         refusal=_WHOLE,
         filled=("messages",),
@@ -198,7 +198,7 @@ _ALL = (
         also=("input", "system", "history"),
         schema=_schema("prompt", "completion"),
         read=faults_as_values(alpaca_row),
-        tasks=WRITING,
+        tasks=_ON_TEXT,
         supervise=tuple(Supervise),
         refusal="",
         filled=("prompt", "completion"),
@@ -212,7 +212,7 @@ _ALL = (
         also=("system", "tools", "functions"),
         schema=_schema("prompt", "completion", "tools"),
         read=faults_as_values(prompt_completion_row),
-        tasks=WRITING,
+        tasks=_ON_TEXT,
         supervise=tuple(Supervise),
         refusal="",
         filled=("prompt", "completion"),
@@ -226,7 +226,7 @@ _ALL = (
         also=("text_pair",),
         schema=_schema("text", "text_pair", "label"),
         read=faults_as_values(labelled_row),
-        tasks=(Task.CLASSIFICATION, Task.REGRESSION),
+        tasks=tasks_with(lambda facts: facts.label),
         supervise=(),
         refusal="has no effect on rows that have one label",
         filled=("text", "label"),
@@ -240,7 +240,7 @@ _ALL = (
         also=(),
         schema=_schema("text"),
         read=faults_as_values(text_row),
-        tasks=WRITING,
+        tasks=_ON_TEXT,
         supervise=(Supervise.ALL,),
         refusal="needs conversations, and these rows are texts",
         filled=("text",),

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 from framework.build.hub import nearest
 from framework.build.text.format_table import FORMS, Form
 from framework.errors import Problem, RequestError
-from framework.schema.choices import RowFormat, Supervise, Task
+from framework.schema.choices import RowFormat, Supervise
 from framework.schema.data import DatasetParams
+from framework.schema.tasks import Task
 from framework.schema.training import TrainingParams
 
 KINDS: Mapping[Task, Sequence[RowFormat]] = {

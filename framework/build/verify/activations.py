@@ -193,7 +193,7 @@ def probe(assembly: Assembly) -> Seen:
     device, length = assembly.place.device, assembly.config.model.model_max_length
     tokens = min(PROBE_TOKENS, length) if isinstance(length, int) else PROBE_TOKENS
     tokens = assembly.config.padded(tokens) if assembly.context is not None else tokens
-    rows = 2 if assembly.config.training.task.is_of_rows else 1  # of which one is padded, as it will be
+    rows = 2 if assembly.config.training.task.facts.is_of_rows else 1  # of which one is padded, as it will be
     batch = full_batch(assembly.config, torch.zeros((rows, tokens), dtype=torch.int64, device=device))
     devices = [device] if assembly.place.kind == "cuda" else []
     seen = Seen()

@@ -28,7 +28,6 @@ from framework.build.model.parts import causal_model
 from framework.build.tasks.next_token import NextToken
 from framework.build.tasks.rows import OneClass
 from framework.build.verify.reading import Reading
-from framework.schema.choices import Task
 from framework.schema.plural import counted
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ products differently from the full head."""
 def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
     """Whether the head can be computed separately from the model, by a forward pass of a few tokens."""
     written, task = assembly.config.model.chunked_loss, assembly.config.training.task
-    if task.is_of_rows or (written is None and task is Task.DISTILLATION):
+    if task.facts.is_of_rows or (written is None and task.facts.has_teacher):
         return
     used = chunk_size(assembly.config.model, assembly.model) if written is None else written
     if used is None or used is False:
@@ -79,7 +78,11 @@ def read_router_loss(assembly: Assembly) -> Iterator[Reading]:
         _routers(assembly),
     )
     settings = causal.config.get_text_config().to_dict()
-    if assembly.config.training.task.is_of_rows or not has_routers(settings) or load_balancing_loss(causal) is None:
+    if (
+        assembly.config.training.task.facts.is_of_rows
+        or not has_routers(settings)
+        or load_balancing_loss(causal) is None
+    ):
         return
     if not router_coefficient(assembly.config, settings) and routers is None:
         off = ("switched off", "the recipe")
@@ -146,7 +149,7 @@ def read_own_loss(assembly: Assembly) -> Iterator[Reading]:
     router loss is read separately. Skipped if a rank has only part of the rows or matrices: such a family's terms are
     found on one device.
     """
-    if assembly.config.training.task.is_of_rows or assembly.config.sharing > 1:
+    if assembly.config.training.task.facts.is_of_rows or assembly.config.sharing > 1:
         return
     if "labels" not in inspect.signature(type(causal_model(assembly.model)).forward).parameters:
         return

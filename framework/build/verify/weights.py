@@ -133,7 +133,7 @@ def read_float8_products(assembly: Assembly) -> Iterator[Reading]:
 def read_head(assembly: Assembly) -> Iterator[Reading]:
     """Number of outputs of a task of rows, whether the head is fully trained, and its new weights."""
     task, model = assembly.config.training.task, causal_model(assembly.model)
-    if not task.is_of_rows:
+    if not task.facts.is_of_rows:
         return
     names = answers(assembly.config)
     still = [

@@ -162,7 +162,7 @@ def micro_batches(config: TrainingConfig, rows: int, free: Collection[str]) -> l
 
 def structures(config: TrainingConfig, free: Collection[str], table: Table, runs_here: bool) -> list[Structure]:
     """Every combination of the table's values for free keys that can run. Other keys keep their values."""
-    if config.training.task.is_of_rows and CHUNKS in free:  # one answer per row: no logits to chunk
+    if config.training.task.facts.is_of_rows and CHUNKS in free:  # one answer per row: no logits to chunk
         config, free = with_values(config, {CHUNKS: False}), [key for key in free if key != CHUNKS]
     if CHECKPOINTS in free and EVERY in free and (depths := depths_of(config)) is not None:
         table = {**table, EVERY: tuple(every for every in FINE if every < depths.all)}

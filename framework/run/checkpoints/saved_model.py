@@ -12,9 +12,9 @@ from framework.errors import Problem, RequestError
 from framework.paths import path_like
 from framework.run.record.layout import FINAL, MERGED, UNFINISHED
 from framework.run.record.overwrite import ENVIRONMENT
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.model import remote_code, remote_code_conflicts
+from framework.schema.tasks import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,10 +60,8 @@ class SavedModel:
         if settings.get("problem_type") != "regression":
             return Task.CLASSIFICATION
         named = settings.get("id2label")
-        from framework.build.model.heads import ASSUMED  # loads torch
-
         names = tuple(named.values()) if isinstance(named, dict) else ()
-        return Task.REWARD if names == ASSUMED[Task.REWARD] else Task.REGRESSION
+        return Task.REWARD if names == Task.REWARD.facts.outputs else Task.REGRESSION
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":

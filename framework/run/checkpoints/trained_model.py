@@ -32,9 +32,9 @@ from framework.run.checkpoints.saved_model import (
 )
 from framework.run.inputs import MOST
 from framework.run.state import seed_all
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
+from framework.schema.tasks import Task
 from framework.schema.training import TrainingParams
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _as_run() -> Iterator[None]:
 def _found_base(saved_model: SavedModel) -> tuple[PreTrainedModel, torch.dtype]:
     if saved_model.config is not None:
         return _base_of_run(saved_model.config, saved_model)
-    if saved_model.task.is_of_rows:
+    if saved_model.task.facts.is_of_rows:
         message = f"{saved_model.folder} does not say how many classes its model has, nor their names"
         raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
     name = read_object(saved_model.folder / ADAPTER_FILE, "RUN").get("base_model_name_or_path")
@@ -180,7 +180,7 @@ def _base_of_run(config: TrainingConfig, saved_model: SavedModel) -> tuple[PreTr
         model = load_plain(str(saved_model.folder / BASE_FOLDER), saved_model.task, saved_model.trusts_code)
     else:
         _require_same_base(saved_model, config, architecture)
-        if config.training.task.is_of_rows:
+        if config.training.task.facts.is_of_rows:
             pad_like(architecture, saved_model.tokenizer)
         is_too_large = config.model.offload_frozen_base is True
         place = real_place(torch.device("cuda" if torch.cuda.is_available() and not is_too_large else "cpu"))

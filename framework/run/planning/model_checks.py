@@ -120,7 +120,7 @@ def _inspect(config: TrainingConfig) -> Findings:
 
 def _refuse_for_rows(inputs: Inputs) -> None:
     """Raise RequestError for labels that leave nothing to learn, and for settings without effect in so few steps."""
-    if inputs.config.training.task.is_of_rows:
+    if inputs.config.training.task.facts.is_of_rows:
         with_labels(inputs.config, inputs.data.targets)
     total_steps(inputs.config, training_batches(inputs.config, inputs, None))
 

@@ -15,19 +15,12 @@ from framework.build.sources.find_files import is_local
 from framework.errors import SaveFailed
 from framework.memory.units import size
 from framework.run.record.layout import replace_file
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.text import dump
 
 FILE = "README.md"
 _SEAL = "\n<!-- Written by tunesmith; a later run leaves it alone once it is changed. {:08x} -->\n"
 _SEALED = _SEAL.index("{")
-_PIPELINES = {
-    Task.CLASSIFICATION: "text-classification",
-    Task.REGRESSION: "text-classification",
-    Task.REWARD: "text-classification",
-}
-"""The hub's pipeline tag by task, where it is not `text-generation`."""
 _OF_MACHINE = {"training": ("output_dir", "fallback_dir"), "gpu": ()}
 """Keys omitted from the recipe in a card, by section; an empty list omits the whole section."""
 PACKAGES = ("tunesmith", "torch", "transformers", "peft")
@@ -103,7 +96,7 @@ def _front(trained: Trained) -> dict[str, Any]:
     base, sources = config.model.model_name, [source.path for source in config.data.train]
     method = [str(config.peft.peft_method)] if config.training.use_peft else []
     front: dict[str, Any] = {"library_name": "peft" if trained.has_adapter else "transformers"}
-    front["pipeline_tag"] = _PIPELINES.get(config.training.task, "text-generation")
+    front["pipeline_tag"] = "text-classification" if config.training.task.facts.is_of_rows else "text-generation"
     if base is not None and not _is_path(base) and config.model.load_pretrained_weights:
         front["base_model"] = base
     if hub := [path for path in dict.fromkeys(sources) if not is_local(path) and "/" in path]:

@@ -60,7 +60,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     # Whether some micro-batch has a row of several documents.
     rows = max(config.batch.per_device, config.eval_rows)
     joins_rows = config.data.packing or (config.data.padding_free and rows > 1)
-    is_masked = joins_rows or (config.training.task.is_of_rows and reads_both_ways(architecture))
+    is_masked = joins_rows or (config.training.task.facts.is_of_rows and reads_both_ways(architecture))
     tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=is_masked)
     is_compiled, is_adapted = config.training.compile is True, config.training.use_peft
     if is_adapted:  # also before torch is patched

@@ -112,7 +112,8 @@ def _read_and_plan(
     config: TrainingConfig, planner: Planner | None, given: RowsFromPython, console: Console
 ) -> tuple[Inputs, Plan | None]:
     """Read the rows while a child process makes the plan."""
-    if config.training.task.is_of_rows and not config.data.labels:  # the size of the head depends on the rows' classes
+    # the size of the head depends on the rows' classes
+    if config.training.task.facts.is_of_rows and not config.data.labels:
         inputs = read_inputs(config, given, console)
         return inputs, planner(inputs.config) if planner is not None else None
     with ThreadPoolExecutor(1) as pool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import Attention, Mixing, Task
+from framework.schema.choices import Attention, Mixing
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
 from framework.schema.rules.conflict import Conflict
@@ -32,7 +32,7 @@ def _streaming(config: TrainingConfig) -> Iterator[Conflict]:
     if data.workers > 1:
         message = "a stream is read in order, by one process"
         yield Conflict((key, "data.workers"), message, "0 or 1")
-    if config.training.task is Task.CLASSIFICATION and not data.labels:
+    if config.training.task.facts.label == "class" and not data.labels:
         message = "the classes of a stream are not known before its end"
         yield Conflict((key, "data.labels"), message, "data.labels: [their names]")
 

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
-from framework.schema.evaluation import FROM_PYTHON, METRICS, steps_between
+from framework.schema.evaluation import FROM_PYTHON, steps_between
 from framework.schema.plural import counted
 from framework.schema.rules.conflict import Conflict
 
@@ -21,7 +21,8 @@ def best_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if asked and training.eval_steps is None:
         yield Conflict((asked[0], "training.eval_steps"), "needs evaluations to compare", "training.eval_steps=epoch")
     names = dict.fromkeys(source.eval_set for source in config.data.eval if source.eval_set)
-    known = [*METRICS[training.task], *(f"{metric}/{name}" for metric in METRICS[training.task] for name in names)]
+    metrics = training.task.facts.metrics
+    known = [*metrics, *(f"{metric}/{name}" for metric in metrics for name in names)]
     best = training.best_metric
     if best is not None and best not in known and not best.startswith(FROM_PYTHON):
         close = get_close_matches(best, known, 1)

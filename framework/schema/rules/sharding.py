@@ -181,7 +181,7 @@ def _groups(config: TrainingConfig, size: int) -> Iterator[Conflict]:
 
 def _of_training(config: TrainingConfig) -> Iterator[Conflict]:
     training = config.training
-    if not training.task.is_next_token:
+    if not training.task.facts.is_next_token:
         message = f"{training.task} with tensor parallel is not tested"
         yield Conflict((_SIZE, "training.task"), message, "1, or task: sft or pretrain")
     if facts_of(training.optimizer).shards is not Shards.ELEMENTS:
@@ -244,7 +244,7 @@ def context_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 def _of_rows(config: TrainingConfig) -> Iterator[Conflict]:
     """Settings that need whole rows."""
     training = config.training
-    if not training.task.is_next_token:
+    if not training.task.facts.is_next_token:
         message = f"{training.task} needs whole rows, and each device has a part of them"
         yield Conflict((_RING, "training.task"), message, "sdpa, or task: sft or pretrain")
     for name in ("packing", "padding_free"):

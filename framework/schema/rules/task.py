@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from framework.schema.adapters import ADAPTERS
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
@@ -14,7 +13,7 @@ def task_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """A teacher that is missing or unused, packing of pairs, and references that differ from the initial model."""
     yield from _distillation(config)
     joined = [name for name in ("packing", "padding_free") if getattr(config.data, name)]
-    if config.training.task in (Task.PREFERENCE, Task.REWARD):
+    if config.training.task.facts.compares_answers:
         for name in joined:
             message = f"answers are compared as whole sequences, and {name} joins several"
             yield Conflict((f"data.{name}", TASK), message, f"{name}: false; data.group_by_length saves padding")
@@ -24,7 +23,7 @@ def task_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 def _distillation(config: TrainingConfig) -> Iterator[Conflict]:
     training = config.training
     teacher = training.teacher
-    if training.task is Task.DISTILLATION:
+    if training.task.facts.has_teacher:
         if teacher is None or (teacher.model_name is None and teacher.architecture is None):
             message = "there is no teacher to distill from"
             yield Conflict(("training.teacher", TASK), message, "a model_name, or an architecture")
@@ -65,9 +64,9 @@ def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     labels = data.labels or ()
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         yield Conflict(("data.labels",), f"{twice[0]!r} occurs twice", "each class once")
-    elif len(labels) == 1 and task is Task.CLASSIFICATION and data.multi_label is not True:
+    elif len(labels) == 1 and task.facts.label == "class" and data.multi_label is not True:
         yield Conflict(("data.labels",), "one class is nothing to classify", "at least two")
-    if not task.is_of_rows:
+    if not task.facts.is_of_rows:
         return
     if config.model.chunked_loss not in (None, False, "auto"):
         message = f"has no effect: {task} has no logits of tokens, only one output per row"
@@ -75,7 +74,7 @@ def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if config.training.use_peft and ADAPTERS[config.peft.peft_method].is_prompt:
         message = "virtual tokens would take the position that the head reads"
         yield Conflict(("peft.peft_method", TASK), message, "lora, or another kind that adapts modules")
-    if task is Task.REWARD:
+    if task.facts.compares_answers:
         return
     for name, joins in (("packing", data.packing), ("padding_free", data.padding_free)):
         if joins:

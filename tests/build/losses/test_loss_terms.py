@@ -11,9 +11,9 @@ from framework.build.verify import verify
 from framework.errors import RequestError, VerificationFailed
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.every import Needs, find_conflicts
+from framework.schema.tasks import Task
 from tests.tiny import BERT, split, tiny_assembly, tiny_config, unequal_rows
 
 TERMS = {"label_smoothing": 0.2, "z_loss_coef": 0.05}
@@ -58,7 +58,7 @@ def test_classes_are_smoothed_where_a_row_has_one():
 def test_each_task_has_the_term_or_refuses_it_by_name(task, key):
     config = TrainingConfig.model_validate({"training": {"task": task, key: TERMS[key]}})
     refused = [item for item in find_conflicts(config, Needs()) if item.keys == (f"training.{key}", "training.task")]
-    works = task.is_next_token or (task is Task.CLASSIFICATION and key == "label_smoothing")
+    works = task.facts.is_next_token or (task is Task.CLASSIFICATION and key == "label_smoothing")
     assert [item.is_warning for item in refused] == ([] if works else [False])
 
 

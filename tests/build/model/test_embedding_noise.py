@@ -13,9 +13,9 @@ from framework.errors import VerificationFailed
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.every import Needs, find_conflicts
+from framework.schema.tasks import Task
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 NOISY = {"neftune_noise_alpha": 15}

@@ -7,8 +7,9 @@ import pytest
 
 from framework.build.sources.python_library import LEAST_CHARACTERS, PACKAGES
 from framework.build.sources.sources import Source, read_source
-from framework.schema.choices import RowFormat, Task
+from framework.schema.choices import RowFormat
 from framework.schema.data import DatasetParams
+from framework.schema.tasks import Task
 
 
 @pytest.fixture(scope="module")

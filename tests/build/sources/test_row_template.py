@@ -8,8 +8,8 @@ import pytest
 
 from framework.build.sources.sources import read_source
 from framework.errors import RequestError
-from framework.schema.choices import Task
 from framework.schema.data import DatasetParams
+from framework.schema.tasks import Task
 
 KEY = "data.train[0]"
 

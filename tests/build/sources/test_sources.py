@@ -20,8 +20,8 @@ from framework.build.sources.files import Fault
 from framework.build.sources.python_library import standard_library
 from framework.build.sources.sources import join_sources, open_source, read_source, read_sources
 from framework.errors import Problem, RequestError
-from framework.schema.choices import Task
 from framework.schema.data import DatasetParams
+from framework.schema.tasks import Task
 from tests.grids import slow
 
 WriteRows = Callable[..., str]
