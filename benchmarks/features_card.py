@@ -136,8 +136,9 @@ def plan_row(row: Mapping[str, Any]) -> dict[str, Any]:
     with without_bitsandbytes():  # as in a plan's own process
         plan = rehearse(config_of(row)).to_json()
     found = {key: plan["step_peak"][key] for key in (*BYTES, "device_bytes", "device_bytes_upper")}
-    evaluated = {phase["name"]: phase["allocated_bytes"] for phase in plan["phases"]}.get("eval")
-    return {"planned": found | {"step_seconds": plan["step"] and plan["step"]["seconds"], "eval_bytes": evaluated}}
+    phases = {phase["name"]: phase["allocated_bytes"] for phase in plan["phases"]}
+    found |= {"eval_bytes": phases.get("eval"), "start_bytes": phases.get("start")}
+    return {"planned": found | {"step_seconds": plan["step"] and plan["step"]["seconds"]}}
 
 
 def measure_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +176,8 @@ def _steps(config: TrainingConfig) -> dict[str, Any]:
 
 
 def _start(config: TrainingConfig) -> dict[str, Any]:
-    """The start from rows: its peak and its seconds, next to what is held before it."""
+    """The start from rows: its peak and its seconds, next to what is held before it: after a measurement also cuBLAS's
+    workspace of backward and the gradients of the adapter."""
     import torch
 
     from framework.run.record.meter import Meter
@@ -185,7 +187,6 @@ def _start(config: TrainingConfig) -> dict[str, Any]:
     length = assembly.config.longest
     row = {"input_ids": [1 + number % 999 for number in range(length)], "labels": [1] * length}
     meter = Meter(assembly.place)
-    meter.observe("start")
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     session = SimpleNamespace(config=assembly.config, assembly=assembly, step=0, meter=meter)
     session.inputs = SimpleNamespace(data=SimpleNamespace(train=[row] * config.batch.per_device))

@@ -15,8 +15,8 @@ PLAN_VERSION = 1
 """`schema_version` of `plan --json`."""
 
 STEP_PHASES = ("forward", "loss", "backward", "optimizer_step")
-PHASES = ("load", *STEP_PHASES, "eval", "save", "resume")
-"""The phases of a run, in the order of a plan."""
+PHASES = ("load", "start", *STEP_PHASES, "eval", "save", "resume")
+"""The phases of a run, in the order of a plan. `start` are passes over rows that initialize an adapter."""
 
 
 class Band(StrEnum):

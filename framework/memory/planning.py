@@ -27,7 +27,6 @@ from framework.schema.choices import (
     CheckpointingPolicy,
     EmaDevice,
     Fp8,
-    LoraInit,
     MixedPrecision,
     OptimizerOffload,
     StateDictType,
@@ -36,7 +35,6 @@ from framework.schema.choices import (
 from framework.schema.config import TrainingConfig
 from framework.schema.evaluation import steps_between
 from framework.schema.optimizers import facts_of
-from framework.schema.peft import EVA_PASSES
 from framework.schema.plural import counted
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -276,8 +274,6 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
         lines.append(
             f"samples are written one at a time, at most {batch.sequence_length:,} tokens long with their prompts"
         )
-    if config.training.use_peft and config.peft.lora_init is LoraInit.EVA and config.peft.adapter_path is None:
-        lines.append(f"peft.lora_init eva: its passes over rows, at most {EVA_PASSES} before step 1, are not planned")
     if config.training.ema_decay is not None and config.training.ema_device is EmaDevice.HOST:
         lines.append("step time: the host updates the average after each step, at the rate of two threads")
     if config.model.attn_implementation in PACKAGED_ATTENTION:

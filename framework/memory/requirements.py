@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from framework.memory.cards import capability_of
 from framework.memory.levers import LEVERS, Lever, Setting, word
 from framework.schema.adapters import ADAPTERS
-from framework.schema.choices import LoraInit
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 from framework.schema.keys import value_of
@@ -92,9 +91,8 @@ def quantizes_teacher(config: TrainingConfig) -> bool:
 
 def decomposes(config: TrainingConfig, operators: Container[str]) -> bool:
     """Whether matrices are decomposed on the card, for an adapter's initialization or by an operator of a step."""
-    peft = config.peft
-    starts = ADAPTERS[peft.peft_method].is_decomposed or peft.lora_init is LoraInit.EVA
-    return config.gpu.name != "cpu" and ("linalg_qr" in operators or (config.training.use_peft and starts))
+    starts = config.training.use_peft and ADAPTERS[config.peft.peft_method].is_decomposed
+    return config.gpu.name != "cpu" and ("linalg_qr" in operators or starts or config.starts_from_rows)
 
 
 def needs_package(config: TrainingConfig, name: str) -> bool:

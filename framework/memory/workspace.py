@@ -79,13 +79,15 @@ def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
 def column_sum(rows: int, columns: int, element_bytes: int, multiprocessors: int, threads: int) -> list[int]:
     """Sum of a `rows` x `columns` matrix over its rows: the gradient of a bias, or of a norm's weight.
 
-    Follows setReduceConfig (Reduce.cuh) for accumulation in float32: if few outputs leave multiprocessors idle, the
-    rows are split over blocks, which combine in a buffer of `columns` times block width times number of splits.
-    `threads` is the maximum per multiprocessor. Exact for every sum of benchmarks/probe_kernels.py.
+    Follows setReduceConfig (Reduce.cuh) for accumulation in float32, of float64 in itself: if few outputs leave
+    multiprocessors idle, the rows are split over blocks, which combine in a buffer of `columns` times block width times
+    number of splits. `threads` is the maximum per multiprocessor. Exact for every sum of benchmarks/probe_kernels.py;
+    float64 follows from one allocated peak on an H200 (2026-11-30, the row `eva` of benchmarks/features_card.py).
     """
+    summed = max(4, element_bytes)
     if rows * columns * element_bytes > _INDEXED_BYTES:  # split into halves, accumulated in float32 (SplitUntil32Bit)
         halves = column_sum(-(-rows // 2), columns, element_bytes, multiprocessors, threads)
-        return halves if element_bytes == 4 or len(halves) == 3 else [4 * columns, *halves]
+        return halves if element_bytes == summed or len(halves) == 3 else [4 * columns, *halves]
     vector = math.gcd(columns, 4)
     most = REDUCTION_THREADS // vector
     # The largest power of two up to `size`
@@ -99,4 +101,4 @@ def column_sum(rows: int, columns: int, element_bytes: int, multiprocessors: int
     if grid > wanted:
         return []
     splits = max(min(-(-wanted // grid), -(-each // REDUCTION_LEAST)), -(-each // REDUCTION_MOST))
-    return [4 * columns * width * vector * splits, 4 * grid] if splits > 1 else []
+    return [summed * columns * width * vector * splits, 4 * grid] if splits > 1 else []

@@ -28,7 +28,7 @@ TERMS: Mapping[str, str] = {
 }
 """Key of `terms` in `plan --json` -> displayed name."""
 
-PHASES: Mapping[str, str] = {"optimizer_step": "optimizer step"}
+PHASES: Mapping[str, str] = {"optimizer_step": "optimizer step", "start": "start from rows"}
 """Displayed names of phases, where they differ from the key."""
 
 MEASURED = ("device_name", "allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds", "tokens_per_second")

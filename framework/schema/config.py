@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from framework.schema.choices import Attention, OnOutOfMemory
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import Attention, LoraInit, OnOutOfMemory
 from framework.schema.data import DataParams
 from framework.schema.facts import FREE, Facts, Resume, UsedWith
 from framework.schema.fsdp import FSDPParams
@@ -85,6 +86,13 @@ class TrainingConfig(Params):
         """Whether the reference of a preference is the base with the adapter that the run continues."""
         starts_trained = self.training.use_peft and self.peft.adapter_path is not None
         return starts_trained and self.training.has_reference and not self.training.asks_reference_once
+
+    @property
+    def starts_from_rows(self) -> bool:
+        """Whether a new adapter's A matrices are computed from training rows (`peft.lora_init: eva`)."""
+        is_new = self.training.use_peft and self.peft.adapter_path is None
+        is_eva = self.peft.lora_init is LoraInit.EVA and "lora_init" in ADAPTERS[self.peft.peft_method].keys
+        return is_new and is_eva
 
     @property
     def adds_up_after_backward(self) -> bool:

@@ -39,7 +39,7 @@ class PeftParams(Params):
     lora_init: Annotated[LoraInit, UsedWith("peft.adapter_path", (None,))] = LoraInit.KAIMING
     """Initialization of the A matrices: `kaiming` (uniform), `gaussian` (of standard deviation 1 / rank), or `eva`, the
     principal components of the adapted modules' inputs on training rows, which takes forward passes before the first
-    step and, briefly, float32 copies of one module's inputs. No memory later."""
+    step with float32 and float64 copies of one module's inputs (the phase `start` of a plan). No memory later."""
     lora_freeze_a: bool = False
     """LoRA-FA: the A matrices keep their initial values. Saves their gradients and states, and the inputs kept for
     their backward."""

@@ -20,6 +20,11 @@ def test_a_sum_over_rows_is_as_measured(rows: int, columns: int, measured: int) 
     assert sum(column_sum(rows, columns, 2, 132, 2048)) == measured
 
 
+def test_a_sum_in_float64_has_partial_sums_in_float64() -> None:
+    buffers, in_float64 = column_sum(8192, 1024, 4, 132, 2048), column_sum(8192, 1024, 8, 132, 2048)
+    assert in_float64 == [2 * buffers[0], buffers[1]]
+
+
 def test_a_short_sum_splits_nothing() -> None:
     assert column_sum(8, 1 << 20, 2, 132, 2048) == []
 

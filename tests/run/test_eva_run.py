@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from framework.errors import RequestError
+from framework.run import components, trainer
 from framework.run.checkpoints.checkpoint import checkpoints
 from framework.run.setup import eva
 from framework.run.trainer import train
@@ -22,9 +23,8 @@ PEFT = {
 
 
 def asked(folder, peft=PEFT, **training):
-    made = config(
-        folder, use_peft=True, eval_steps=None, save_first=True, max_steps=2, per_device_train_batch_size=10, **training
-    )
+    training = {"eval_steps": None, "save_first": True, "max_steps": 2, "per_device_train_batch_size": 10, **training}
+    made = config(folder, use_peft=True, **training)
     return type(made).model_validate({**made.model_dump(exclude_unset=True), "peft": peft})
 
 
@@ -71,47 +71,77 @@ def test_components_are_found_outside_autocast(tmp_path, monkeypatch):
     assert seen == {False}
 
 
-def test_rows_with_fewer_tokens_than_the_rank_are_refused(tmp_path):
-    with pytest.raises(RequestError, match="no micro-batch has as many supervised tokens as the rank"):
-        train(asked(tmp_path, {**PEFT, "lora_r": 200}), planner=None, quiet=True)
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [(32, r"no micro-batch has as many supervised tokens as the rank \(32\)"), (2000, "the rank is above the width")],
+)
+def test_rows_with_fewer_tokens_than_the_rank_are_refused(tmp_path, rank, message):
+    with pytest.raises(RequestError, match=message):
+        train(asked(tmp_path, {**PEFT, "lora_r": rank}, per_device_train_batch_size=1), planner=None, quiet=True)
 
 
-def test_equal_inputs_are_decomposed_once_and_not_hashed(tmp_path, monkeypatch):
-    """peft's own hash of an input is of a tuple of all its numbers."""
-    from peft.tuners.lora.eva import HashHook, SVDHook
-
-    def refused(tensor):
-        raise AssertionError("hashed number by number")
-
-    monkeypatch.setattr(HashHook, "hash_fn", staticmethod(refused))
-    decompose, seen = SVDHook.__call__, set()
-    monkeypatch.setattr(SVDHook, "__call__", lambda hook, *given: seen.add(hook.name) or decompose(hook, *given))
+def test_equal_inputs_are_decomposed_once(tmp_path, monkeypatch):
+    update, seen = components.Input.add, set()
+    monkeypatch.setattr(components.Input, "add", lambda item, *given: seen.add(item) or update(item, *given))
     peft = {**PEFT, "lora_target_modules": ["q_proj", "v_proj", "o_proj"]}
     folder = train(asked(tmp_path, peft), planner=None, quiet=True).folder
-    start = load_file(checkpoints(folder)[0] / "model.safetensors")
-    name = "base_model.model.model.layers.0.self_attn.{}.lora_A.default.weight"
-    query, value, output = (start[name.format(part)] for part in ("q_proj", "v_proj", "o_proj"))
+    query, value, output = (start_of(folder, part) for part in ("q_proj", "v_proj", "o_proj"))
     assert query.equal(value)
     assert not query.equal(output)
-    assert {item.rpartition(".")[2] for item in seen} == {"q_proj", "o_proj"}, "v_proj is given what q_proj is"
+    assert sorted(len(item.modules) for item in seen) == [1, 1, 2, 2], "v_proj is given what q_proj is, in two blocks"
 
 
 def test_components_that_do_not_settle_are_taken_as_they_are_and_said(tmp_path, monkeypatch, capsys):
-    from peft.tuners.lora.eva import SVDHook
+    update, calls = components.Input.add, []
 
-    decompose, calls = SVDHook.__call__, []
+    def never_settled(item, *given):
+        update(item, *given)
+        calls.append(item)
+        item.is_settled = False
 
-    def never_settled(hook, *given):
-        decompose(hook, *given)
-        calls.append(hook.name)
-        hook.converged = torch.zeros_like(hook.converged)
-
-    monkeypatch.setattr(SVDHook, "__call__", never_settled)
+    monkeypatch.setattr(components.Input, "add", never_settled)
     monkeypatch.setattr(eva, "EVA_PASSES", 5)
     folder = train(asked(tmp_path), planner=None).folder
     assert calls.count(calls[0]) == 4, "the first of the five passes compares inputs"
     said = capsys.readouterr()
     assert "components of 4 of 4 inputs still moved after 5 passes" in said.out + said.err
-    start = load_file(checkpoints(folder)[0] / "model.safetensors")
-    found = start["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"].double()
+    found = start_of(folder, "q_proj").double()
     torch.testing.assert_close(found @ found.T, torch.eye(4).double(), rtol=0, atol=1e-3)
+
+
+def start_of(folder, part, kept="lora_A.default.weight"):
+    start = load_file(checkpoints(folder)[0] / "model.safetensors")
+    return start[f"base_model.model.model.layers.0.self_attn.{part}.{kept}"]
+
+
+def test_modules_keep_their_ranks_and_share_the_leading_components(tmp_path):
+    """Modules of one input and different ranks: peft would move ranks between them."""
+    peft = {**PEFT, "lora_target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 6}}
+    folder = train(asked(tmp_path, peft), planner=None, quiet=True).folder
+    query, value = start_of(folder, "q_proj"), start_of(folder, "v_proj")
+    assert (len(query), len(value)) == (4, 6)
+    assert query.equal(value[:4])
+
+
+def test_frozen_matrices_stay_frozen_and_tokens_of_an_adapter_are_no_inputs(tmp_path, monkeypatch):
+    trained = []
+
+    def watched(session):
+        eva.start_from_rows(session)
+        trained.extend(name for name, item in session.assembly.model.named_parameters() if item.requires_grad)
+
+    monkeypatch.setattr(trainer, "start_from_rows", watched)
+    peft = {**PEFT, "lora_freeze_a": True, "trainable_token_indices": [1, 2]}
+    folder = train(asked(tmp_path, peft), planner=None, quiet=True).folder
+    assert not any(".lora_A." in name for name in trained)
+    assert any("token" in name for name in trained)
+    found = start_of(folder, "q_proj").double()
+    torch.testing.assert_close(found @ found.T, torch.eye(4).double(), rtol=0, atol=1e-3)
+
+
+def test_modules_without_components_are_said(tmp_path, capsys):
+    """A rank above the width of an input has no such matrix."""
+    peft = {**PEFT, "rank_pattern": {"down_proj": 10_000}, "peft_save_mode": "adapter_only"}
+    train(asked(tmp_path, peft), planner=None)
+    said = capsys.readouterr()
+    assert "2 A matrices drawn as kaiming" in said.out + said.err

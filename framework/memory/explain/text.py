@@ -21,7 +21,7 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 MOST_MOVES = 12
 MOST_WORDS = 400
 _HEADS = {Kind.NAN: "a value is not finite", Kind.HANG: "processes waited for a rank that did not answer"}
-_PHASES = {"optimizer_step": "the optimizer step"}
+_PHASES = {"optimizer_step": "the optimizer step", "start": "the start from rows"}
 _CAUSES = {
     Cause.CAPACITY: "more memory is needed at that moment than there is",
     Cause.FRAGMENTATION: "enough is reserved and not in use, but fragmented",

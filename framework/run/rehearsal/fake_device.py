@@ -302,6 +302,8 @@ def _patch_cuda(patches: Patches, mode: PretendedCard) -> None:
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "device": _NoDeviceGuard,
+        "get_rng_state": lambda *args: torch.get_rng_state(),
+        "set_rng_state": lambda *args: None,
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda *args, **kwargs: None,
         "empty_cache": lambda: mode.on_empty_cache(),

@@ -123,10 +123,11 @@ def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
     return (batch, left.shape[-2], right.shape[-1], left.shape[-1])
 
 
-def workspace(packet: Any, args: Sequence[Any], card: GPUParams) -> list[int]:
-    """Bytes of the buffers that this operator's kernel on `card` allocates and frees inside one call."""
+def workspace(packet: Any, args: Sequence[Any], card: GPUParams, dtype: torch.dtype | None = None) -> list[int]:
+    """Bytes of the buffers that this operator's kernel on `card` allocates and frees inside one call. `dtype` is the
+    call's argument of this name."""
     if packet is aten.sum:
-        return _sum_workspace(args, card)
+        return _sum_workspace(args, card, dtype)
     if packet is aten._softmax_backward_data:
         return [args[1].numel() * args[1].element_size()] if card.capability else []  # `grad * output` in SoftMax.cu
     if packet in (aten.convolution, aten.convolution_backward):
@@ -137,17 +138,26 @@ def workspace(packet: Any, args: Sequence[Any], card: GPUParams) -> list[int]:
     return [size for size in rule(args) if size > 0] if rule is not None else []
 
 
-def _sum_workspace(args: Sequence[Any], card: GPUParams) -> list[int]:
-    """Buffers of a sum: only one over leading dimensions of contiguous memory keeps its work split over blocks."""
+def _sum_workspace(args: Sequence[Any], card: GPUParams, dtype: torch.dtype | None) -> list[int]:
+    """Buffers of a sum: only one over leading dimensions of contiguous memory keeps its work split over blocks. A sum
+    in another dtype converts its input first, except half precision summed in float32 on a card (make_reduction in
+    ReduceOpsUtils.h)."""
     tensor, dims = args[0], args[1] if len(args) > 1 else None
-    if not dims or card.multiprocessors is None or card.capability is None or not tensor.is_floating_point():
+    if not tensor.is_floating_point():
         return []
+    is_widened = tensor.dtype in HALF_DTYPES and dtype == torch.float32 and card.name != "cpu"
+    is_as_it_is = is_widened or dtype in (None, tensor.dtype)
+    width = tensor.element_size() if is_as_it_is or dtype is None else dtype.itemsize
+    converted = [] if is_as_it_is else [tensor.numel() * width]
+    if not dims or card.multiprocessors is None or card.capability is None:
+        return converted
     reduced = {dim % tensor.dim() for dim in dims}
     if tensor.dim() - 1 in reduced or not tensor.is_contiguous():
-        return []
+        return converted
     rows = math.prod(tensor.shape[dim] for dim in reduced)
     threads = rules.threads_per_multiprocessor(capability_of(card.capability))
-    return rules.column_sum(rows, tensor.numel() // rows, tensor.element_size(), card.multiprocessors, threads)
+    columns = tensor.numel() // rows
+    return [*converted, *rules.column_sum(rows, columns, width, card.multiprocessors, threads)]
 
 
 _CAUSAL_ARGUMENT: Mapping[Any, int] = {

@@ -7,6 +7,7 @@ import contextlib
 import gc
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -27,6 +28,7 @@ from framework.memory.ledger import Plan
 from framework.memory.planning import CARDS_A_MACHINE, make_plan
 from framework.memory.resolve import describe_float16
 from framework.memory.trace import Kind, Rehearsal, Space, Trace
+from framework.run.components import MOST_BATCHES, Input, components_step
 from framework.run.evaluate import completion_step, evaluate
 from framework.run.rehearsal.fake_device import pretend
 from framework.run.rehearsal.footprint import placed_states, read_footprint, record_load, state_tensors
@@ -167,7 +169,7 @@ def _noted_modules(tracker: Tracker) -> Iterator[None]:
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:
-    """Record an evaluation, three steps, an evaluation. The first step creates the optimizer's states, the second
+    """Record a start from rows, an evaluation, three steps, an evaluation. The first step creates the optimizer's states, the second
     starts with the cached blocks of the first, the third with those of a step like itself, as all later ones do. If the
     cache is emptied at intervals, a step after that follows.
 
@@ -188,6 +190,8 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
         tracker.observe(phase)
 
     marks, config = tracker.trace.marks, assembly.config
+    if config.starts_from_rows:
+        _start_from_rows(tracker, assembly)
     if config.training.asks_reference_once:
         reference_step(assembly, make_batch(assembly, config.eval_rows), observe)
         observe("end")
@@ -213,6 +217,19 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
         tracker.trace.repeat(evaluated, stepped)
     tracker.trace.repeat(before, evaluated)
     del copies  # with the last save
+
+
+def _start_from_rows(tracker: Tracker, assembly: Assembly) -> None:
+    """Record the passes of `peft.lora_init: eva`, with as many micro-batches as they keep on the device at most. The
+    run empties the cache after them, when it has tried the longest rows."""
+    batches = [make_batch(assembly, assembly.config.batch.per_device) for _ in range(MOST_BATCHES)]
+    # The decomposition asks whether it has begun, which only changes what it checks.
+    with patch.object(Input, "add", tracker.answering_no()(Input.add)):
+        components_step(assembly, batches[0], tracker.observe)
+    del batches
+    if assembly.place.kind == "cuda":
+        tracker.note_emptied_cache()
+    tracker.observe("end")
 
 
 def _copies_of_a_save(tracker: Tracker, assembly: Assembly) -> list[torch.Tensor]:

@@ -40,8 +40,8 @@ from framework.schema.gpu import GPUParams
 aten = torch.ops.aten
 _BETWEEN, _FORWARD, _LOSS, _BACKWARD, _OPTIMIZER = "end", "forward", "loss", "backward", "optimizer_step"
 _HAS_LOGITS = ("forward", "backward", "eval")
-_KEEPS_RESULTS = (_FORWARD, "eval")
-_PASSES = (_FORWARD, _LOSS, _BACKWARD, "eval")
+_KEEPS_RESULTS = (_FORWARD, "eval", "start")
+_PASSES = (_FORWARD, _LOSS, _BACKWARD, "eval", "start")
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -296,7 +296,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if is_product:
             self._take_cublas_workspace(kernels.has_fused_bias(packet, args))
-        blocks = [self._bear(size, Kind.TEMPORARIES) for size in kernels.workspace(packet, args, self._card)]
+        blocks = [self._bear(size, Kind.TEMPORARIES) for size in kernels.workspace(packet, args, self._card, kwargs.get("dtype"))]
         for block in reversed(blocks):
             self.trace.bury(block)
         phase = self._operation_phase()
@@ -326,6 +326,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.trace.bear(size, Kind.TEMPORARIES)
 
     # -- values that do not exist
+    @contextlib.contextmanager
+    def answering_no(self) -> Iterator[None]:
+        """Answer questions about values within the block by no, and leave them out of `read_values`."""
+        before, known = self._padded, len(self.read_values)
+        self._padded = True
+        try:
+            yield
+        finally:
+            self._padded = before
+            del self.read_values[known:]
+
     def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answer an operator that reads device values on the host, or return NotImplemented to run it."""
         tensor = args[0]

@@ -1,91 +1,27 @@
-"""`peft.lora_init: eva`: LoRA's A matrices from the principal components of the adapted modules' inputs.
-
-Paischer et al. 2024, arXiv 2410.07170, with peft's own `initialize_lora_eva_weights`, keeping each module's rank.
-"""
+"""`peft.lora_init: eva`: LoRA's A matrices from the principal components of the adapted modules' inputs."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import count, islice
-from typing import Any
-from unittest.mock import patch
+from itertools import islice
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor
 
 from framework import activity
 from framework.build.data.batches import eval_batches
 from framework.build.data.packing import on_device
-from framework.build.losses.loss import Batch, model_inputs
-from framework.build.model.parts import causal_model
+from framework.build.losses.loss import Batch
 from framework.build.text.labels import IGNORED
 from framework.errors import Problem, RequestError, VerificationFailed
+from framework.run.components import MOST_BATCHES, Input, components_pass, distinct_inputs, matrix_of
 from framework.run.session import Session
-from framework.schema.adapters import ADAPTERS
-from framework.schema.choices import LoraInit
 from framework.schema.peft import EVA_PASSES
 from framework.schema.plural import counted
 
 KEY = "peft.lora_init"
 WORK = "the components of the adapted modules' inputs"
-MOST_BATCHES = 32
-"""Micro-batches of training rows, used in turn."""
 ORTHONORMAL = 1e-3
-"""Tolerance of A A^T's distance from the identity, for float32 components of peft's incremental decomposition."""
-
-
-@dataclass
-class _Search:
-    """Iterative search for the components, pass by pass."""
-
-    session: Session
-    passes: int = 0
-    converged: dict[str, Tensor] = field(default_factory=dict)
-    """Name of a module -> which of its components have converged; bool `[rank]`."""
-    unsettled: int = 0
-    """Number of modules whose components have not converged in the last pass."""
-    _began: float = field(default_factory=time.perf_counter)
-
-    def forward(self, model: nn.Module, batch: Batch) -> None:
-        """Run a forward pass over a micro-batch, in which peft's hooks see the inputs. The first one finds equal
-        inputs."""
-        settled = sum(bool(item.all()) for item in self.converged.values())
-        if self.passes:
-            known = f", {settled} of {len(self.converged)} inputs settled" if self.converged else ""
-            pace = (time.perf_counter() - self._began) / self.passes
-            activity.now(f"{WORK}: pass {self.passes} of at most {EVA_PASSES}{known}, {pace:.1f} s a pass")
-        self.passes += 1
-        with torch.no_grad(), self.session.assembly.attention, self.session.assembly.autocast:
-            causal_model(model).base_model(**model_inputs(model, batch), use_cache=False)
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Patch peft's hooks within the block: a bounded number of passes, float32, and fast comparison of inputs.
-
-        Inputs are equal if they are the same tensor: peft's hash iterates over every number in Python, 25 s for 32
-        modules of 4 x 2,048 x 1,024. Under autocast the decomposition's products would be half precision, which
-        torch's QR supports on no device.
-        """
-        from peft.tuners.lora.eva import HashHook, SVDHook  # seconds to import
-
-        numbers, seen = count(), WeakTensorKeyDictionary()
-        decompose = torch.autocast(self.session.assembly.place.kind, enabled=False)(SVDHook.__call__)
-
-        def number(hook: Any, module: nn.Module, given: Any, output: Any) -> None:
-            tensor = given[0] if isinstance(given, tuple) else given
-            hook.hashed_inputs.append(seen.setdefault(tensor, next(numbers)))  # type: ignore[no-untyped-call]
-
-        def bounded(hook: Any, module: nn.Module, given: Any, output: Any) -> None:
-            decompose(hook, module, given, output)
-            if self.passes >= EVA_PASSES:
-                self.unsettled += not bool(hook.converged.all())
-                hook.converged = torch.ones_like(hook.converged)
-            self.converged[hook.name] = hook.converged
-
-        with patch.object(HashHook, "__call__", number), patch.object(SVDHook, "__call__", bounded):
-            yield
+"""Tolerance of A A^T's distance from the identity, for peft's incremental decomposition in float32. Matrices of a
+shorter dtype are rounded to it in addition: twice its epsilon."""
 
 
 def start_from_rows(session: Session) -> None:
@@ -93,56 +29,70 @@ def start_from_rows(session: Session) -> None:
 
     Raises RequestError if rows have too few supervised tokens, VerificationFailed if the matrices are not orthonormal.
     """
-    config, adapter = session.config, session.assembly.adapter
-    is_asked = config.peft.lora_init is LoraInit.EVA and "lora_init" in ADAPTERS[config.peft.peft_method].keys
-    if adapter is None or not is_asked or session.step or config.peft.adapter_path is not None:
+    assembly = session.assembly
+    if not session.config.starts_from_rows or session.step:
         return
-    from peft.tuners.lora.config import EvaConfig
-    from peft.tuners.lora.eva import initialize_lora_eva_weights
-
-    from framework.build.adapters.first_adapter import drawn_for
-
-    batches, began, search = _batches_for_start(session), time.perf_counter(), _Search(session)
+    batches, began = _batches_for_start(session), time.perf_counter()
     used = counted(len(batches), "micro-batch", "micro-batches")
     session.progress.say(f"start     eva uses {used} in at most {EVA_PASSES} passes, most often ten")
-    own = adapter.model.peft_config["default"]
-    own.init_lora_weights, own.eva_config = "eva", EvaConfig(rho=1.0)  # each module keeps its planned rank
-    drawn = drawn_for("eva", config.training.seed, session.assembly.place)
-    with activity.doing(WORK), drawn, torch.no_grad(), search.hooked():
-        initialize_lora_eva_weights(
-            adapter.model,
-            dataloader=batches,
-            forward_fn=search.forward,
-            prepare_model_inputs_fn=lambda batch, _: _token_mask(batch).nonzero(),
-            show_progress_bar=False,
-        )
-    matrices = [item.detach().float() for name, item in adapter.model.named_parameters() if ".lora_A." in name]
-    _require_orthonormal(matrices)
+    session.meter.observe("start")
+    with activity.doing(WORK):
+        inputs, passes = _components(session, batches)
+    changed = _take(inputs)
     session.meter.observe("end")
-    found = counted(len(matrices), "A matrix", "A matrices")
-    passes = counted(search.passes, "pass", "passes")
-    seconds = time.perf_counter() - began
-    session.progress.say(f"start     {found} from the inputs of their modules: {passes} in {seconds:.1f} s")
-    if search.unsettled:
+    found, seconds = counted(changed, "A matrix", "A matrices"), time.perf_counter() - began
+    made = f"{found} from the inputs of their modules: {counted(passes, 'pass', 'passes')} in {seconds:.1f} s"
+    session.progress.say(f"start     {made}")
+    matrices = [name for name, _ in assembly.model.named_parameters() if ".lora_A." in name]
+    if rest := len(matrices) - changed:
+        which = "embeddings, stacked experts, and modules whose rank is above their width or tokens"
+        session.progress.say(f"start     {counted(rest, 'A matrix', 'A matrices')} drawn as kaiming: {which}")
+    if moving := sum(not item.is_settled for item in inputs):
         session.progress.say(
-            f"warning   {KEY}: the components of {search.unsettled} of {len(search.converged)} inputs still moved "
+            f"warning   {KEY}: the components of {moving} of {len(inputs)} inputs still moved "
             f"after {EVA_PASSES} passes, and are taken as they are"
         )
 
 
-def _require_orthonormal(matrices: list[Tensor]) -> None:
-    """Raise VerificationFailed if the rows of a matrix are not orthonormal."""
-    distance = max(float((item @ item.T - torch.eye(len(item)).to(item)).abs().max()) for item in matrices)
-    if distance > ORTHONORMAL:
-        raise VerificationFailed(
-            f"{KEY}: asked eva, in effect A matrices whose rows are not orthonormal ({distance:.2g})"
-        )
+def _components(session: Session, batches: list[Batch]) -> tuple[list[Input], int]:
+    """The inputs with their components, and the number of forward passes. The first one finds equal inputs."""
+    assembly, began = session.assembly, time.perf_counter()
+    inputs, passes = distinct_inputs(assembly, batches[0]), 1
+    while passes < EVA_PASSES and not all(item.is_settled for item in inputs):
+        settled, pace = sum(item.is_settled for item in inputs), (time.perf_counter() - began) / passes
+        known = f"{settled} of {len(inputs)} inputs settled, {pace:.1f} s a pass"
+        activity.now(f"{WORK}: pass {passes} of at most {EVA_PASSES}, {known}")
+        batch = batches[(passes - 1) % len(batches)]
+        tokens = _token_mask(batch).flatten().nonzero()[:, 0]
+        components_pass(assembly, batch, tokens, inputs)
+        passes += 1
+    return inputs, passes
+
+
+@torch.no_grad()
+def _take(inputs: list[Input]) -> int:
+    """Copy the components into the A matrices. Returns the number of matrices.
+
+    Raises VerificationFailed if the rows of one are not orthonormal afterwards.
+    """
+    pairs = [(matrix_of(module), item.components) for item in inputs for module in item.modules]
+    changed = [(matrix, components) for matrix, components in pairs if components is not None]
+    for matrix, components in changed:
+        matrix.copy_(components[: len(matrix)])
+        rows = matrix.float()
+        distance = float((rows @ rows.T - torch.eye(len(rows)).to(rows)).abs().max())
+        if distance > max(ORTHONORMAL, 2 * torch.finfo(matrix.dtype).eps):
+            raise VerificationFailed(
+                f"{KEY}: asked eva, in effect A matrices whose rows are not orthonormal ({distance:.2g})"
+            )
+    return len(changed)
 
 
 def _batches_for_start(session: Session) -> list[Batch]:
     """Micro-batches of the first training rows with at least as many supervised tokens as the highest rank."""
     named = session.assembly.model.named_parameters()
-    least = max(item.shape[0] for name, item in named if ".lora_A." in name)
+    shapes = [item.shape for name, item in named if ".lora_A." in name and item.dim() == 2]
+    least = max((rank for rank, width in shapes if rank <= width), default=0)
     config = session.config
     made = eval_batches(
         session.inputs.data.train,
@@ -154,8 +104,9 @@ def _batches_for_start(session: Session) -> list[Batch]:
     placed = (on_device(session.assembly.place.device, batch) for batch in made)
     wanted = (batch for batch in placed if int(_token_mask(batch).sum()) >= least)
     found: list[Batch] = list(islice(wanted, MOST_BATCHES))
-    if not found:
+    if not found or not least:
         message = f"no micro-batch has as many supervised tokens as the rank ({least})"
+        message = message if least else "the rank is above the width of each adapted module's input"
         raise RequestError([Problem(KEY, message, expected="gaussian, more rows a micro-batch, or a lower rank")])
     return found
 

@@ -145,7 +145,6 @@ def test_a_tiny_plan_in_fixed_numbers() -> None:
     ("sections", "left_out"),
     [
         ({"training": {"ema_decay": 0.9, "ema_device": "host"}}, "the host updates the average"),
-        ({"training": {"use_peft": True}, "peft": {"peft_method": "lora", "lora_init": "eva"}}, "eva: its passes"),
     ],
 )
 def test_what_a_plan_leaves_out_it_says(sections: dict[str, Any], left_out: str) -> None:

@@ -1,0 +1,142 @@
+"""Principal components of the adapted modules' inputs (`peft.lora_init: eva`): finding the inputs, and passes over rows.
+
+Paischer et al. 2024, arXiv 2410.07170, with peft's incremental decomposition. Each module keeps its rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from framework.build.assembly import Assembly
+from framework.build.losses.loss import Batch, Observe, model_inputs
+from framework.build.model.parts import causal_model
+
+MOST_BATCHES = 32
+"""Micro-batches of training rows, used in turn."""
+SETTLED = 0.99
+"""Cosine similarity to its value before a pass from which a component has converged (`tau` of peft's EvaConfig)."""
+
+
+@dataclass(eq=False)
+class Input:
+    """One tensor that is the input of some adapted modules, and its components so far."""
+
+    modules: list[nn.Module]
+    rank: int
+    """Number of components: the highest rank of the modules."""
+    decomposition: Any
+    is_settled: bool = False
+
+    @property
+    def components(self) -> Tensor | None:
+        """Orthonormal rows, float32 or float64 `[rank, width]`; None before a pass with as many tokens as the rank."""
+        found: Tensor | None = getattr(self.decomposition, "components_", None)
+        return found
+
+    def add(self, states: Tensor) -> None:
+        """Continue the decomposition with the input of some tokens, `[tokens, width]`."""
+        before = self.components
+        if len(states) < self.rank:
+            return
+        self.decomposition.partial_fit(states.float())
+        if before is not None:
+            self.is_settled = bool((torch.cosine_similarity(self.decomposition.components_, before) >= SETTLED).all())
+
+
+def matrix_of(module: nn.Module) -> Tensor:
+    """The A matrix of an adapted module, `[rank, width]`."""
+    matrix: Tensor = module.lora_A["default"].weight  # type: ignore[index, union-attr]
+    return matrix
+
+
+def distinct_inputs(assembly: Assembly, batch: Batch) -> list[Input]:
+    """The inputs of the adapted modules in a forward pass over `batch`, each tensor once.
+
+    Without modules that have no matrix of token inputs (embeddings, convolutions, stacked experts), or one of more rows
+    than columns.
+    """
+    from peft.tuners.lora.layer import Embedding, LoraLayer, MultiheadAttention, ParamWrapper, _ConvNd
+    from peft.utils.incremental_pca import IncrementalPCA  # both take seconds to import
+
+    seen, groups, noted = WeakTensorKeyDictionary(), list[list[nn.Module]](), set[nn.Module]()
+
+    def note(module: nn.Module, tensor: Tensor) -> None:
+        if module in noted:  # called twice
+            return
+        noted.add(module)
+        if (group := seen.get(tensor)) is None:
+            group = seen[tensor] = []
+            groups.append(group)
+        group.append(module)
+
+    without = (Embedding, MultiheadAttention, ParamWrapper, _ConvNd)
+    layers = [module for module in assembly.model.modules() if isinstance(module, LoraLayer)]
+    layers = [layer for layer in layers if not isinstance(layer, without) and "default" in layer.lora_A]
+    found = [layer for layer in layers if matrix_of(layer).shape[0] <= matrix_of(layer).shape[1]]
+    _pass_over(assembly, batch, [(layer, partial(note, layer)) for layer in found])
+    made = []
+    for group in groups:
+        rank = max(len(matrix_of(module)) for module in group)
+        decomposition = IncrementalPCA(n_components=rank, copy=True, lowrank=True, lowrank_seed=42)  # as in peft
+        made.append(Input(group, rank, decomposition))
+    return made
+
+
+def components_pass(assembly: Assembly, batch: Batch, tokens: Tensor, inputs: list[Input]) -> None:
+    """Run a forward pass over a micro-batch and update the components of those `inputs` that have not converged.
+
+    `tokens` are positions in the flattened batch, int64 `[tokens]`. An input of other tokens is used whole.
+    """
+
+    def add(item: Input, tensor: Tensor) -> None:
+        states = tensor.reshape(-1, tensor.shape[-1])
+        item.add(states[tokens] if len(states) == batch["input_ids"].numel() else states)
+
+    _pass_over(assembly, batch, [(item.modules[0], partial(add, item)) for item in inputs if not item.is_settled])
+
+
+def components_step(assembly: Assembly, batch: Batch, observe: Observe) -> None:
+    """Run the passes that need most memory: all tokens count, and the second pass continues all components."""
+    tokens = torch.arange(batch["input_ids"].numel(), device=assembly.place.device)
+    observe("start")
+    inputs = distinct_inputs(assembly, batch)
+    for _ in range(2):
+        components_pass(assembly, batch, tokens, inputs)
+    observe("end")
+
+
+def _pass_over(assembly: Assembly, batch: Batch, watched: list[tuple[nn.Module, Any]]) -> None:
+    """Run a forward pass in eval mode and without gradients, in which each watched module's function gets its input.
+
+    They run outside autocast, where the decomposition's products would be half precision, which CUDA's QR does not
+    support.
+    """
+
+    def watching(function: Any, module: nn.Module, given: tuple[Tensor, ...], output: Any) -> None:
+        with torch.autocast(assembly.place.kind, enabled=False):
+            function(given[0])
+
+    with _hooked([module.register_forward_hook(partial(watching, function)) for module, function in watched]):
+        assembly.model.eval()
+        try:
+            with torch.no_grad(), assembly.attention, assembly.autocast:
+                inputs = model_inputs(assembly.model, batch)
+                causal_model(assembly.model).base_model(**inputs, use_cache=False)
+        finally:
+            assembly.model.train()
+
+
+@contextmanager
+def _hooked(handles: list[RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
