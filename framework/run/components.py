@@ -1,4 +1,4 @@
-"""Principal components of the adapted modules' inputs (`peft.lora_init: eva`): finding the inputs, and passes over rows.
+"""Principal components of the adapted modules' inputs (`peft.lora_init: eva`): distinct inputs, and passes over rows.
 
 Paischer et al. 2024, arXiv 2410.07170, with peft's incremental decomposition. Each module keeps its rank.
 """

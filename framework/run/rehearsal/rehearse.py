@@ -169,9 +169,9 @@ def _noted_modules(tracker: Tracker) -> Iterator[None]:
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:
-    """Record a start from rows, an evaluation, three steps, an evaluation. The first step creates the optimizer's states, the second
-    starts with the cached blocks of the first, the third with those of a step like itself, as all later ones do. If the
-    cache is emptied at intervals, a step after that follows.
+    """Record a start from rows, an evaluation, three steps, an evaluation. The first step creates the optimizer's
+    states, the second starts with the cached blocks of the first, the third with those of a step like itself, as all
+    later ones do. If the cache is emptied at intervals, a step after that follows.
 
     Only the first of each is executed and then repeated in the trace, without what it has created permanently
     (tests/run/rehearsal/test_rehearse.py compares a repeated step with a real second one).

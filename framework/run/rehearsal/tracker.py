@@ -296,7 +296,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if is_product:
             self._take_cublas_workspace(kernels.has_fused_bias(packet, args))
-        blocks = [self._bear(size, Kind.TEMPORARIES) for size in kernels.workspace(packet, args, self._card, kwargs.get("dtype"))]
+        inside = kernels.workspace(packet, args, self._card, kwargs.get("dtype"))
+        blocks = [self._bear(size, Kind.TEMPORARIES) for size in inside]
         for block in reversed(blocks):
             self.trace.bury(block)
         phase = self._operation_phase()
