@@ -71,10 +71,10 @@ def distinct_inputs(assembly: Assembly, batch: Batch) -> list[Input]:
         if module in noted:  # called twice
             return
         noted.add(module)
-        if (group := seen.get(tensor)) is None:
-            group = seen[tensor] = []
-            groups.append(group)
-        group.append(module)
+        if tensor not in seen:
+            seen[tensor] = len(groups)
+            groups.append([])
+        groups[seen[tensor]].append(module)
 
     without = (Embedding, MultiheadAttention, ParamWrapper, _ConvNd)
     layers = [module for module in assembly.model.modules() if isinstance(module, LoraLayer)]
