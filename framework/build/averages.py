@@ -9,20 +9,12 @@ from framework.build.assembly import Assembly
 from framework.build.optimizers.schedule_free import take_schedule_free_average
 from framework.build.optimizers.weights_average import AVERAGE
 from framework.build.ranks import local_part
-from framework.schema.optimizers import Optimizer
-
-
-def is_averaged(assembly: Assembly) -> bool:
-    """Whether averaged weights are evaluated and exported in place of the trained ones."""
-    training = assembly.config.training
-    is_followed = training.ema_decay is not None and training.export_ema
-    return is_followed or training.optimizer is Optimizer.SCHEDULE_FREE_ADAMW
 
 
 @torch.no_grad()
 def take_average(assembly: Assembly) -> None:
     """Replace the model's weights by the averaged ones for good; without an average do nothing."""
-    if not is_averaged(assembly):
+    if not assembly.config.training.exports_average:
         return
     take_schedule_free_average(assembly.optimizer)
     for parameter in assembly.trained:
@@ -38,7 +30,8 @@ def averaged(assembly: Assembly) -> Iterator[None]:
     The copy of the trained weights uses memory that gradients leave free between two steps. A rehearsal makes it too,
     although its first evaluation comes before any average.
     """
-    has_average = is_averaged(assembly) and (assembly.place.rehearsed or any(assembly.optimizer.state.values()))
+    exists = assembly.place.rehearsed or any(assembly.optimizer.state.values())
+    has_average = assembly.config.training.exports_average and exists
     held = [local_part(parameter.detach()) for parameter in assembly.trained] if has_average else []
     trained = [weights.clone() for weights in held]
     try:

@@ -226,6 +226,9 @@ class HostUse:
     """Pinned bytes of each process."""
     load_bytes: int = 0
     """Tensors of all processes while the model loads, without the processes' own memory."""
+    end_bytes: int = 0
+    """Part of the first process's memory that it takes only where it is free: it writes checkpoint and export at a time
+    at the end, otherwise one after the other."""
 
     def to_json(self) -> dict[str, int]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -270,8 +273,12 @@ class Plan:
     """For trained and for frozen weights; empty if nothing is sharded."""
 
     def host_bytes_of(self, processes: int) -> int:
-        """Host memory of this many processes of a machine, including the first."""
+        """Most host memory of this many processes of a machine, including the first."""
         return self.host_bytes + (processes - 1) * self.host.other_bytes
+
+    def host_needed(self, processes: int) -> int:
+        """The same without what is taken only where it is free."""
+        return self.host_bytes_of(processes) - self.host.end_bytes
 
     @property
     def fits(self) -> bool:

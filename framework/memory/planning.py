@@ -177,7 +177,8 @@ def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse
 
     A load streams one tensor at a time, unless the whole model is transformed first or sent by the first process. A
     save holds what it writes in addition to a base in host memory; an asynchronous save keeps copies during steps,
-    which on the CPU are part of the peaks.
+    which on the CPU are part of the peaks. At the end a single process holds checkpoint and export at a time if they
+    fit (framework/run/checkpoints/saver.py).
     """
     config, footprint = rehearsal.config, rehearsal.footprint
     process, processes = HOST_BASE_BYTES + config.data.workers * WORKER_BYTES, min(config.gpu.count, CARDS_A_MACHINE)
@@ -185,15 +186,31 @@ def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse
     load = max((peak.host + on_cpu * peak.reserved for peak in peaks if peak.phase == "load"), default=0)
     other = max(load, *(peak.reserved if on_cpu else peak.host for peak in peaks))
     first = max(other, load + footprint.sent_bytes)
-    pinned = 0
+    pinned = end = 0
     if not on_cpu:
         base, (of_first, of_each) = sum(footprint.home_sizes), _saved_on_host(rehearsal)
         training, (copied, copied_each) = max(peak.host for peak in peaks), _async_save_copies(rehearsal)
         other = max(other, training + copied_each, max(footprint.weight_sizes, default=0), base + of_each)
         first = max(first, other, training + copied, base + of_first)
+        end = max(0, base + _written_at_the_end(rehearsal) - first)
         pinned = max(peak.pinned for peak in peaks) + (base if config.model.offload_frozen_base is True else 0)
-    host = HostUse(processes, process + other, pinned, processes * load + footprint.sent_bytes)
-    return process + first, host
+    host = HostUse(processes, process + other, pinned, processes * load + footprint.sent_bytes, end)
+    return process + first + end, host
+
+
+def _written_at_the_end(rehearsal: Rehearsal) -> int:
+    """Host bytes of the last checkpoint and the export, written at a time; 0 where they are not.
+
+    Averaged weights and a best checkpoint change the weights in between. States in host memory are written from there,
+    except by an asynchronous save, which has copied them.
+    """
+    config, footprint = rehearsal.config, rehearsal.footprint
+    training = config.training
+    if config.gpu.count > 1 or training.exports_average or training.best_metric is not None:
+        return 0
+    states = zip(footprint.state_sizes, footprint.state_spaces, strict=True)
+    copied = sum(size for size, space in states if space in (Space.PINNED, Space.HOST)) if training.async_save else 0
+    return sum(footprint.trained_sizes) + sum(footprint.state_sizes) + copied + footprint.export_bytes
 
 
 def _saved_on_host(rehearsal: Rehearsal) -> tuple[int, int]:

@@ -146,7 +146,8 @@ def _host_memory(plan: Plan) -> str:
     host = plan.host
     if host.processes == 1:
         pinned = f", {size(host.pinned_bytes)} of it pinned" if host.pinned_bytes else ""
-        return f"{size(plan.host_bytes)} for each process{pinned}"
+        end = f"; {size(host.end_bytes)} of it only if free, to write all files at a time" if host.end_bytes else ""
+        return f"{size(plan.host_bytes)} for each process{pinned}{end}"
     together = f"{size(plan.host_bytes_of(host.processes))} for the {host.processes} processes of a machine"
     pinned = f", {size(host.pinned_bytes * host.processes)} of it pinned" if host.pinned_bytes else ""
     each = f"{size(plan.host_bytes)} for the first, {size(host.other_bytes)} for each other"

@@ -312,3 +312,9 @@ class TrainingParams(Params):
     def asks_reference_once(self) -> bool:
         """Whether the reference's log-probabilities are computed once, before the first step."""
         return self.has_reference and self.preference.precompute_reference
+
+    @property
+    def exports_average(self) -> bool:
+        """Whether averaged weights are evaluated and exported in place of the trained ones."""
+        is_followed = self.ema_decay is not None and self.export_ema
+        return is_followed or self.optimizer is Optimizer.SCHEDULE_FREE_ADAMW

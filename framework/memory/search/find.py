@@ -267,7 +267,7 @@ def _of_the_host(after: TrainingConfig, plan: Plan, best: _Best) -> Iterator[str
     """Remarks on host memory: what the proposal needs for offloading, and why other settings were left out."""
     on_host = [ACTIVATIONS, *(key for key, axis in AXES.items() if axis.on_host)]
     if not all(same(value_of(after, key), default_of(key)) for key in on_host):
-        needed = f"up to {size(plan.host_bytes_of(plan.host.processes))} of host memory"
+        needed = f"up to {size(plan.host_needed(plan.host.processes))} of host memory"
         yield f"offloading to host memory: a machine with {counted(plan.host.processes, 'card')} needs {needed}"
     lacking = [shortage for search in best.searches for shortage in search.short.values()]
     if lacking and best.shortage(plan) is None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from framework.build.assembly import Assembly
-from framework.build.averages import is_averaged, take_average
+from framework.build.averages import take_average
 from framework.build.loading.bases import weights_digest
 from framework.build.model.parts import causal_model
 from framework.build.model_folder import weight_files
@@ -77,7 +77,7 @@ def recasts(assembly: Assembly) -> bool:
 
 def leaves_model(assembly: Assembly) -> bool:
     """Whether the export reads the model and changes nothing of it, so that both may be used at a time."""
-    if is_averaged(assembly) or assembly.streamed is not None:
+    if assembly.config.training.exports_average or assembly.streamed is not None:
         return False
     if assembly.adapter is not None:
         return assembly.config.peft.peft_save_mode is PeftSaveMode.ADAPTER_ONLY

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from framework.build.assembly import Assembly
-from framework.build.averages import is_averaged
 from framework.errors import SaveFailed
 from framework.memory.explain.causes import Repair
 from framework.run.best import FILE, Best
@@ -91,14 +90,16 @@ class Saving:
 
     def _can_overlap(self) -> bool:
         """Whether the last checkpoint can be written during the final evaluation and export: neither may swap in
-        averaged weights or load the best ones, and host memory and disk must hold the state twice more."""
+        averaged weights or load the best ones, and host memory and disk must have room for the state and what is
+        exported (`HostUse.end_bytes` of a plan)."""
         assembly = self._session.assembly
-        is_changed = is_averaged(assembly) or self._session.best.is_kept
+        is_changed = assembly.config.training.exports_average or self._session.best.is_kept
         if assembly.ranks.world > 1 or is_changed:
             return False
         held = (*trained_state(assembly.model).values(), *state_tensors(assembly))
+        exported = assembly.model.parameters() if assembly.adapter is None else ()
         room = min(available_host_bytes(), shutil.disk_usage(self._session.folder.path).free)
-        return room > 2 * sum(tensor.nbytes for tensor in held)
+        return room > 2 * max(sum(tensor.nbytes for tensor in held), sum(tensor.nbytes for tensor in exported))
 
     def save_first(self) -> None:
         """Save a checkpoint before the first step. Raises SaveFailed."""

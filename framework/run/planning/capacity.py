@@ -70,7 +70,7 @@ class HostMemory:
 
     def shortage(self, plan: Plan, workers: int, processes: int) -> str | None:
         """The shortage of a plan for the `processes` of this machine with `workers` each; None if memory suffices."""
-        held, needed = self.held * processes, plan.host_bytes_of(processes)
+        held, needed = self.held * processes, plan.host_needed(processes)
         if (missing := needed - held) <= self.free:
             return None
         among = f" for {counted(processes, 'process', 'processes')}" if processes > 1 else ""

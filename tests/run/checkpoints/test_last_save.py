@@ -1,13 +1,20 @@
 """The checkpoint of the last step is written while the run evaluates and exports, where that is safe."""
 
 import threading
+import weakref
 
 import pytest
+import torch
 
 from framework.errors import SaveFailed
+from framework.memory.cards import read_card
+from framework.memory.planning import HOST_BASE_BYTES
 from framework.run import trainer
-from framework.run.checkpoints import saver
+from framework.run.checkpoints import checkpoint, saver
 from framework.run.checkpoints.checkpoint import save_checkpoint
+from framework.run.checkpoints.read_back import save_verified
+from framework.run.rehearsal.rehearse import rehearse
+from framework.schema.gpu import GPUParams
 from tests.run.test_trainer import config, corpus, train  # noqa: F401
 from tests.tiny import LLAMA
 
@@ -120,3 +127,40 @@ def test_the_sample_is_written_during_an_export_that_leaves_the_model(
     train(config(corpus, tmp_path / "run", training={**PLAIN, **training}, model=model))
     assert seen == [is_at_once]
     assert (tmp_path / "run" / "final" / "config.json").exists()
+
+
+def test_what_it_holds_on_a_host_at_a_time_is_planned(corpus, tmp_path, monkeypatch):  # noqa: F811
+    """As on a card, where files are written from copies: those of both files and of the export, counted in the run."""
+    held, most, configs = [0], [0], []
+    copied, exporting, export = threading.Semaphore(0), threading.Event(), trainer.export
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.detach().clone()
+        held[0] += made.nbytes
+        weakref.finalize(made, lambda size=made.nbytes: held.__setitem__(0, held[0] - size))
+        most[0] = max(most[0], held[0])
+        return made
+
+    def save(file, tensors, *given):
+        copied.release()
+        exporting.wait(60)
+        save_verified(file, {**tensors}, *given)
+
+    def exported(assembly, *given):
+        assert all(copied.acquire(timeout=60) for _ in ("model", "optimizer"))
+        configs.append(assembly.config)
+        whole = [copy(tensor) for tensor in assembly.model.parameters()]
+        exporting.set()
+        del whole
+        return export(assembly, *given)
+
+    monkeypatch.setattr(checkpoint, "save_verified", save)
+    monkeypatch.setattr(trainer, "export", exported)
+    monkeypatch.setattr(torch.Tensor, "cpu", copy)
+    wide = {**LLAMA, "hidden_size": 256, "intermediate_size": 512}
+    train(config(corpus, tmp_path / "run", training=PLAIN, architecture=wide))
+    (asked,) = configs
+    plan = rehearse(asked.model_copy(update={"gpu": GPUParams(**read_card("h100_80gb"))}))
+    planned = plan.host_bytes - HOST_BASE_BYTES
+    assert most[0] == pytest.approx(planned, rel=0.01)
+    assert planned - plan.host.end_bytes == pytest.approx(2 / 4 * planned, rel=0.01), "states alone, of four parts"
