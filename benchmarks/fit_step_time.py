@@ -38,7 +38,7 @@ BEFORE: Mapping[str, float] = {
 }
 """Where the fit begins, which holds what no row tells of: the costs that whole steps alone had given. The last four
 only the fit has: what a checkpoint's hook takes to put a tensor away, a module in the search for trained parameters
-(which a step made twice until rows of `call 4`), and what a micro batch and an update have once."""
+(which a step made twice until rows of `call 4`), and what a micro-batch and an update have once."""
 COSTS = tuple(BEFORE)
 PART_OF = {"pack": "unpack", "micro_batch": "step", "update": "step"}
 """Cost that only the fit has -> the one of HostCosts that it is counted with."""

@@ -81,7 +81,7 @@ CLAIMS = (
         ("m1/mixed_precision_dtype=bf16",),
     ),
     Claim(
-        "A micro batch of 2-4 greatly reduces memory",
+        "A micro-batch of 2-4 greatly reduces memory",
         "000, 003, 004",
         "Confirmed for activations and logits, which are in proportion; weights and states do not move.",
         ("m1/per_device_train_batch_size=4", "m1/per_device_train_batch_size=1"),

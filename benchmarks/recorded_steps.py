@@ -94,7 +94,7 @@ def _frozen(value: Any) -> Any:
 
 
 def whole_step(rehearsal: Rehearsal) -> list[Operation]:
-    """The calls of a step with all its micro batches, of which two were rehearsed."""
+    """The calls of a step with all its micro-batches, of which two were rehearsed."""
     operations = steady_step(rehearsal.trace)
     start, end = last_micro_batch(operations)
     more = max(0, rehearsal.config.batch.accumulation - rehearsal.micro_batches)

@@ -67,7 +67,7 @@ def built(config: TrainingConfig, ranks: Ranks) -> Assembly:
 
 
 def batches(assembly: Assembly, rows: torch.Tensor) -> list[Batch]:
-    """The rows as micro batches of the planned size."""
+    """The rows as micro-batches of the planned size."""
     size = assembly.config.batch.per_device
     return [full_batch(assembly.config, rows[first : first + size]) for first in range(0, len(rows), size)]
 

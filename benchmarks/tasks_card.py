@@ -71,7 +71,7 @@ ROWS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "textcnn": ("textcnn", 64, 512, {"training.task": "classification"}),
     "tcn": ("tcn", 64, 512, {"training.task": "classification"}),
 }
-"""Name -> model, rows of a micro batch, tokens of a row, and keys."""
+"""Name -> model, rows of a micro-batch, tokens of a row, and keys."""
 TEACHERS_MODEL = "qwen3_1.7b"
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"vocab_size": 1024, "dtype": "float32"}

@@ -4,7 +4,7 @@ and docs/verdicts.md.
 python benchmarks/verdicts.py [ROW ..]        the rows named, else all (an hour of one core)
 python benchmarks/verdicts.py --page          the page alone, from the results
 
-A row is rehearsed once for each class of kernels: with few layers at three micro batches (memory/search/estimate),
+A row is rehearsed once for each class of kernels: with few layers at three micro-batches (memory/search/estimate),
 then as a whole what looks best. The cards of a class are arithmetic on the same record; tests/test_verdicts.py plans
 some with their own facts.
 """
@@ -71,7 +71,7 @@ NOT_HERE = {
 }
 """Shipped recipe without a row -> why."""
 SIZES = (1, 4, 16)
-"""Micro batches that are rehearsed."""
+"""Micro-batches that are rehearsed."""
 TOLD = ("strategy", "micro_batch", "fits", "device_bytes_upper", "tokens_per_second")
 
 
@@ -92,7 +92,7 @@ def strategy(row: str, name: str, gpu: str) -> TrainingConfig:
 
 
 def sizes(config: TrainingConfig, name: str) -> list[int]:
-    """Micro batches that a strategy allows."""
+    """Micro-batches that a strategy allows."""
     if name in ("low_memory", "lowest_memory", WRITTEN):
         return [config.batch.per_device]
     return micro_batches(config, config.batch.global_size, freedom(()))
@@ -142,7 +142,7 @@ def moved_to(rehearsal: Rehearsal, card: GPUParams) -> Rehearsal:
 
 
 def estimates(config: TrainingConfig, tried: Sequence[int], cards: Sequence[str]) -> dict[str, Estimate]:
-    """What a structure needs on each card at any micro batch."""
+    """What a structure needs on each card at any micro-batch."""
     found = {card: Estimate() for card in cards}
     depths = depths_of(config)
     for size in [size for size in SIZES if size in tried] or tried:
@@ -163,7 +163,7 @@ class Board:
     known: Mapping[str, Mapping[str, Estimate]]
 
     def best(self, card: str) -> dict[str, Any]:
-        """The fastest strategy and micro batch that fit by what is known, or those that need least."""
+        """The fastest strategy and micro-batch that fit by what is known, or those that need least."""
         usable = facts(card).usable_bytes or 0
         rows = [
             _row(name, micro, self.known[name][card], usable, config)

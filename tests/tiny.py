@@ -80,7 +80,7 @@ def unequal_rows(rows: int = 8, length: int = 24, vocabulary: int = 128) -> dict
 
 
 def split(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
-    """Micro batches of `size` rows."""
+    """Micro-batches of `size` rows."""
     rows = len(batch["input_ids"])
     return [{name: tensor[i : i + size] for name, tensor in batch.items()} for i in range(0, rows, size)]
 
@@ -104,7 +104,7 @@ def singles(count: int = 8) -> dict[str, torch.Tensor]:
 
 
 def split_pairs(batch: dict[str, torch.Tensor], size: int, paired: bool = True) -> list[dict[str, torch.Tensor]]:
-    """Micro batches of `size` pairs, or of as many single rows."""
+    """Micro-batches of `size` pairs, or of as many single rows."""
     if not paired:
         return split(batch, size)
     count = len(batch["input_ids"]) // 2

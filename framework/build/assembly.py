@@ -107,7 +107,7 @@ class Assembly:
         return self.parallel(function, *arguments)
 
     def keeping_gradients(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Context of a micro batch's forward and backward: gradients are reduced over the ranks only in the last
+        """Context of a micro-batch's forward and backward: gradients are reduced over the ranks only in the last
         one."""
         return contextlib.nullcontext() if self.parallel is None or is_last else self.parallel.no_sync()
 

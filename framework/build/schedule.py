@@ -1,4 +1,4 @@
-"""The learning-rate schedule: a function of the optimizer step alone, independent of processes and micro batches.
+"""The learning-rate schedule: a function of the optimizer step alone, independent of processes and micro-batches.
 
 The shapes are those of `transformers.get_scheduler`, with the same names.
 """

@@ -94,7 +94,7 @@ def _batch(t: Translation) -> None:
         comment = f"litgpt's {total:g} rows a step are {made:g}: it drops the rest of the division by {by}"
         t.put("training.gradient_accumulation_steps", count, "train.global_batch_size", comment=comment)
     every = source.number("train.log_interval") or 1
-    comment = "litgpt counts micro batches" if every > 1 else ""
+    comment = "litgpt counts micro-batches" if every > 1 else ""
     t.put("training.logging_steps", max(round(every / count), 1), "train.log_interval", comment=comment)
 
 

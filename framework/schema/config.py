@@ -113,13 +113,13 @@ class TrainingConfig(Params):
         return self.context_size * self.fsdp.tensor_parallel_size
 
     def padded(self, tokens: int) -> int:
-        """Length of a micro batch whose longest row has `tokens`; context parallel needs equal parts."""
+        """Length of a micro-batch whose longest row has `tokens`; context parallel needs equal parts."""
         multiple = math.lcm(self.data.pad_to_multiple_of or 1, 2 * self.context_size if self.context_size > 1 else 1)
         return -(-tokens // multiple) * multiple
 
     @property
     def longest(self) -> int:
-        """Tokens of a row in the largest micro batch, padding included. Raises ValueError before the limit is
+        """Tokens of a row in the largest micro-batch, padding included. Raises ValueError before the limit is
         resolved."""
         length = self.model.model_max_length
         if not isinstance(length, int):
@@ -128,7 +128,7 @@ class TrainingConfig(Params):
 
     @property
     def possible_lengths(self) -> int:
-        """Number of possible lengths of a micro batch if rows are padded to a multiple; 0: any length."""
+        """Number of possible lengths of a micro-batch if rows are padded to a multiple; 0: any length."""
         multiple, length = self.data.pad_to_multiple_of, self.model.model_max_length
         return 0 if multiple is None or not isinstance(length, int) else self.longest // multiple
 

@@ -141,13 +141,13 @@ class DataParams(Params):
     others. Less padding, so fewer steps; the batch sizes then count packs. `eager` and `sdpa` need a mask of rows x
     length x length for it, which the fastest kernels do not take; flash_attention_2 needs none."""
     padding_free: bool = False
-    """Concatenate the rows of a micro batch, so that nothing is padded: the same step with fewer positions. For
+    """Concatenate the rows of a micro-batch, so that nothing is padded: the same step with fewer positions. For
     flash_attention_2 and flex_attention; `eager` and `sdpa` need a mask of all tokens x all tokens for it."""
     group_by_length: Annotated[bool, NO_MEMORY] = False
     """Put rows of similar length into a step, so that less is padded. The order of steps stays random; the rows within
     a step are no longer. No memory."""
     pad_to_multiple_of: Positive | None = None
-    """Pad each micro batch to a multiple of this many tokens, so that few lengths occur: code is compiled for each (up
+    """Pad each micro-batch to a multiple of this many tokens, so that few lengths occur: code is compiled for each (up
     to 8 lengths; else once for a dynamic length). Costs the padding, in the worst batch too if it does not divide
     `model.model_max_length`. Unset: pad to the longest row."""
     streaming: Annotated[bool, NO_MEMORY] = False

@@ -128,7 +128,7 @@ _NO_KEY: Mapping[str, tuple[str, ...]] = {
     "the class follows from the model's config": ("model_type", "tokenizer_type"),
     "rows are always shuffled, by training.seed": ("shuffle", "shuffle_merged_datasets"),
     "take a slice of the source: `split: train[:1000]` in data.train": ("max_samples", "max_train_samples"),
-    "rows are padded to the longest of their micro batch": ("pad_to_max_length", "pad_to_sequence_len"),
+    "rows are padded to the longest of their micro-batch": ("pad_to_max_length", "pad_to_sequence_len"),
     "the command decides: `tunesmith train`": ("do_eval", "do_predict", "do_train"),
 }  # fmt: skip
 """Why there is no such key -> names in other tools."""

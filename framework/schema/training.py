@@ -104,7 +104,7 @@ class TrainingParams(Params):
     float32 logits."""
     neftune_noise_alpha: Annotated[Annotated[Number, Field(gt=0)] | None, Facts(resume=Resume.STEERING)] = None
     """NEFTune: uniform noise of at most alpha / sqrt(tokens of a row x width) on the input embeddings, only in training
-    (usually 5 to 15). Briefly two more tensors like the embeddings of a micro batch."""
+    (usually 5 to 15). Briefly two more tensors like the embeddings of a micro-batch."""
     ema_decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the trained weights (usually 0.999). 4 bytes a trained weight, in
     checkpoints too."""
@@ -124,7 +124,7 @@ class TrainingParams(Params):
     """Rows per forward pass of evaluation, which keeps no activations but the logits of one batch. Unset: as in
     training, at most 8."""
     gradient_accumulation_steps: Annotated[Positive | Auto | None, Facts(resume=Resume.STEERING)] = None
-    """Micro batches per optimizer step (1 when unset). Costs no memory, only time; the loss stays the exact mean over
+    """Micro-batches per optimizer step (1 when unset). Costs no memory, only time; the loss stays the exact mean over
     all supervised tokens of the global batch."""
     global_batch_size: Positive | None = None
     """Rows per optimizer step over all devices. `gradient_accumulation_steps` is then derived from it: global / (per
@@ -289,7 +289,7 @@ class TrainingParams(Params):
     trackers: Annotated[tuple[Tracker, ...], BeforeValidator(parse_sequence), FREE] = ()
     """Metric trackers in addition to `metrics.jsonl` (docs/trackers.md); each needs its package."""
     on_oom: Annotated[OnOutOfMemory, Facts(resume=Resume.FREE)] = OnOutOfMemory.STOP
-    """`shrink` undoes a step that ran out of memory, halves the micro batch and continues with the same global batch;
+    """`shrink` undoes a step that ran out of memory, halves the micro-batch and continues with the same global batch;
     costs a copy of the trained weights in host memory during the first update, and on several devices the overlap of
     the gradient reduction with backward. `stop` undoes the step, saves, and ends the run."""
 

@@ -283,7 +283,7 @@ def test_litgpt(converted) -> None:
     assert recipe["model"]["model_name"] == "microsoft/phi-3"
     assert training["gradient_accumulation_steps"] == 2  # 10 rows / 4, the rest dropped
     assert "global_batch_size" not in training
-    assert training["logging_steps"] == 3  # 6 micro batches
+    assert training["logging_steps"] == 3  # 6 micro-batches
     assert training["lr_scheduler_type"] == "cosine"  # finetuning does not read min_lr
     assert training["adam_beta2"] == 0.95
     assert training["max_grad_norm"] == 0

@@ -53,7 +53,7 @@ def test_micro_batches_repeat() -> None:
 
 
 def test_what_is_copied_once_a_step_hides_no_micro_batch() -> None:
-    """Copies that two micro batches do not cover are covered by six."""
+    """Copies that two micro-batches do not cover are covered by six."""
     two, three = (StepTime(device, device, 0.0, 0.1, communication=1.0, alone=0.5) for device in (0.8, 1.2))
     assert two.seconds == 1.5
     assert repeat_micro_batches(two, three, 4).seconds == pytest.approx(0.8 + 4 * 0.4 + 0.5)

@@ -112,7 +112,7 @@ def test_a_reference_asked_once_is_the_reference(files, tmp_path, adapted, capfd
     each, once = (metrics(tmp_path / name) for name in ("each", "once"))
     assert list(once.values()) == pytest.approx(list(each.values()), rel=1e-4)
     said = capfd.readouterr().err
-    assert "training.preference.precompute_reference = true (micro batches of the first step)" in said
+    assert "training.preference.precompute_reference = true (micro-batches of the first step)" in said
     assert (tmp_path / "once" / "reference.safetensors").exists()
 
 
@@ -180,7 +180,7 @@ def test_rows_of_the_other_kind_are_refused(files, tmp_path):
 
 @pytest.mark.slow
 def test_pairs_are_halved_as_pairs_when_memory_runs_out(files, tmp_path, monkeypatch):
-    """The worse answer stays next to its better one: the run is the one of half the micro batch."""
+    """The worse answer stays next to its better one: the run is the one of half the micro-batch."""
     straight = config(files, tmp_path / "straight", training={"per_device_train_batch_size": 2, "max_steps": 3})
     train(straight)
     from framework.build.tasks.preference import Pairs

@@ -34,7 +34,7 @@ def test_loss_and_gradients_do_not_depend_on_the_split(architecture, size):
 
 
 def test_the_mean_of_micro_batch_means_would_have_been_wrong():
-    """The test above can fail: averaging per micro batch gives another loss on these rows."""
+    """The test above can fail: averaging per micro-batch gives another loss on these rows."""
     assembly = tiny_assembly(tiny_config())
     means = [train_step(tiny_assembly(tiny_config()), [part], 1).loss for part in split(unequal_rows(), 1)]
     whole = train_step(assembly, [unequal_rows()], 1).loss

@@ -1,6 +1,6 @@
 """Batches: the rows of each optimizer step, in order, as tensors.
 
-The order is a function of (seed, epoch) alone. A step's rows are divided into micro batches, so that 8 rows x 1, 4 x 2,
+The order is a function of (seed, epoch) alone. A step's rows are divided into micro-batches, so that 8 rows x 1, 4 x 2,
 2 x 4 and 1 x 8 see the same rows in the same order.
 """
 
@@ -38,12 +38,12 @@ _STEPS_STREAM = 1
 """Stream of random numbers for the order of grouped steps, next to the epoch's own."""
 
 Share: TypeAlias = tuple[tuple[int, ...], bool]
-"""Rows of one micro batch on one rank, and whether their labels count, which is false for a dummy batch (see
+"""Rows of one micro-batch on one rank, and whether their labels count, which is false for a dummy batch (see
 `shares`)."""
 
 
 def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroBatch:
-    """Rows as one micro batch, padded on the right with labels of -100, whatever side the tokenizer pads on. Its width
+    """Rows as one micro-batch, padded on the right with labels of -100, whatever side the tokenizer pads on. Its width
     is the longest row, rounded up to a multiple of `multiple`.
 
     Of pairs the better answers come first, then the worse ones in the same order. Without padding there is no
@@ -72,7 +72,7 @@ def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroB
 
 
 def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
-    """The largest micro batch, with these tokens of shape (rows, `TrainingConfig.longest`), all supervised.
+    """The largest micro-batch, with these tokens of shape (rows, `TrainingConfig.longest`), all supervised.
 
     A packed row is one long document and one of a single token, which needs a mask and has the most attention pairs.
     With `padding_free` the rows are documents of one row. Both answers of a pair have full length; single answers are
@@ -107,7 +107,7 @@ def rows_and_tokens(config: TrainingConfig, batch: Mapping[str, torch.Tensor]) -
 
 
 def _judged(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
-    """Padding mask and targets (the first class, or 0) of the largest micro batch of a task of rows."""
+    """Padding mask and targets (the first class, or 0) of the largest micro-batch of a task of rows."""
     rows, length = ids.shape
     made = {}
     if length > 1 and (rows > 1 or length != config.model.model_max_length):
@@ -154,7 +154,7 @@ def longest_rows(lengths: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
 
 
 def shares(rows: Sequence[int], per_device: int, world: int, rank: int) -> list[Share]:
-    """One rank's micro batches of a step's rows.
+    """One rank's micro-batches of a step's rows.
 
     Every rank gets the same number, since sharded ranks run collectives in each. If rows run out (the last step of an
     epoch), a rank without any gets a dummy batch: one of the step's rows, with labels that do not count.
@@ -169,7 +169,7 @@ def shares(rows: Sequence[int], per_device: int, world: int, rank: int) -> list[
 
 @dataclass(frozen=True)
 class MicroBatches(Dataset[MicroBatch]):
-    """Dataset of micro batches by share; it runs in the worker processes."""
+    """Dataset of micro-batches by share; it runs in the worker processes."""
 
     rows: Sequence[Row]
     pad_token_id: int
@@ -213,7 +213,7 @@ class GlobalBatches:
         return step / self.steps_per_epoch
 
     def start(self, step: int) -> Iterator[list[MicroBatch]]:
-        """Micro batches of each step from `step` (from 0) on, without end.
+        """Micro-batches of each step from `step` (from 0) on, without end.
 
         A step has `batch.accumulation` of them, or fewer at the end of an epoch. Raises ValueError without rows.
         """
@@ -234,7 +234,7 @@ class GlobalBatches:
         return list(dict.fromkeys(row for rank in ranks for row in rank.rows_of(step)))
 
     def shares_of(self, step: int) -> list[list[int]]:
-        """Indices of this rank's rows in step `step`, by micro batch."""
+        """Indices of this rank's rows in step `step`, by micro-batch."""
         shares = [list(share) for share, _ in next(self._steps(step))]
         packs = self.rows if isinstance(self.rows, Packs) else None
         return [[row for pack in share for row in packs.rows_of(pack)] for share in shares] if packs else shares
@@ -280,7 +280,7 @@ class _Endless:
 
 
 def load(batches: MicroBatches, wanted: Iterator[Share], workers: int) -> Iterator[MicroBatch]:
-    """The `wanted` micro batches, in order, made by `workers` processes, or in this one if 0."""
+    """The `wanted` micro-batches, in order, made by `workers` processes, or in this one if 0."""
     if not workers:
         return (batches[share] for share in wanted)
     # Workers do not tokenize. This keeps the tokenizers library from warning, in each, that it was forked.

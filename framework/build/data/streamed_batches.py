@@ -28,7 +28,7 @@ class Step:
 
     micro_batches: list[MicroBatch]
     places: list[list[str]]
-    """Locations of the rows of each micro batch."""
+    """Locations of the rows of each micro-batch."""
     after: Position
     begun: list[Begun]
     problems: tuple[Problem, ...] = ()
@@ -126,7 +126,7 @@ class StreamedBatches:
     progress: Progress = field(default_factory=Progress)
 
     def start(self, step: int) -> Iterator[list[MicroBatch]]:
-        """Micro batches of each step from `step` (from 0) on, without end.
+        """Micro-batches of each step from `step` (from 0) on, without end.
 
         Raises RequestError if rows cannot be read.
         """
@@ -167,7 +167,7 @@ class StreamedBatches:
         return [place for places in self.shares_of(step) for place in places]
 
     def shares_of(self, step: int) -> list[list[str]]:
-        """Locations of the rows of `step` by micro batch; empty unless it is the latest."""
+        """Locations of the rows of `step` by micro-batch; empty unless it is the latest."""
         return self.progress.places if step == self.progress.step else []
 
     def epochs(self, step: int) -> float:

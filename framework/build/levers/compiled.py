@@ -74,7 +74,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str,
 
 def forget_recorded(training: TrainingParams) -> None:
     """Allow CUDA graphs to overwrite outputs of the previous step: call it at the start of a step, after gradients were
-    dropped. Micro batches of a step are recorded in sequence, so that gradients can accumulate."""
+    dropped. Micro-batches of a step are recorded in sequence, so that gradients can accumulate."""
     if training.cuda_graphs:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
@@ -148,7 +148,7 @@ def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> N
         # Every run has its own compiler, and torch keeps eight compilations per function: drop those of earlier runs.
         torch._dynamo.reset()
         if is_static:
-            limit = 4 * MOST_STATIC_LENGTHS  # full and shorter micro batches, and two types of blocks
+            limit = 4 * MOST_STATIC_LENGTHS  # full and shorter micro-batches, and two types of blocks
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for name, module in modules_to_compile(config, model):
         region = Region(name, module, compiler, _forward_of(module) if config.fsdp.is_sharded else module._call_impl)

@@ -1,7 +1,7 @@
-"""The loss of a causal language model: the sum of cross entropies over the supervised tokens of one micro batch.
+"""The loss of a causal language model: the sum of cross entropies over the supervised tokens of one micro-batch.
 
 It is a sum, not a mean: `train_step` divides by the supervised tokens of the whole global batch, so that the split into
-micro batches does not change the gradients.
+micro-batches does not change the gradients.
 """
 
 from collections.abc import Callable, Mapping

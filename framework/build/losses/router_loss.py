@@ -33,7 +33,7 @@ _ARGUMENTS = {"gate_logits", "num_experts", "top_k", "attention_mask"}
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The term of a model: `coefficient` x the load balancing loss over the tokens of a micro batch."""
+    """The term of a model: `coefficient` x the load balancing loss over the tokens of a micro-batch."""
 
     coefficient: float
     function: Callable[..., Tensor]

@@ -1,6 +1,6 @@
 """NEFTune: uniform noise on the output of the input embeddings during training.
 
-Jain et al. 2023, arXiv 2310.05914, algorithm 1: at most alpha / sqrt(tokens x width), drawn for each micro batch.
+Jain et al. 2023, arXiv 2310.05914, algorithm 1: at most alpha / sqrt(tokens x width), drawn for each micro-batch.
 Tokens include padding, as in transformers' Trainer.
 """
 

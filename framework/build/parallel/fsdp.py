@@ -4,7 +4,7 @@ Each transformer block is one unit, whose weights are gathered right before it r
 not tied, the embedding is a unit, and the last norm and the head are another, which stays gathered until their
 backward. All other parameters (tied embeddings, a task's head) are in the root unit, which is gathered from the start
 of forward to the end of backward. Gradients are summed over the ranks, as the loss is a sum over the global batch.
-Every micro batch reduces at once, because unreduced gradients would be as large as the whole model on every card.
+Every micro-batch reduces at once, because unreduced gradients would be as large as the whole model on every card.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class Sharding:
         return result
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Every micro batch's gradients are reduced at once."""
+        """Every micro-batch's gradients are reduced at once."""
         return contextlib.nullcontext()
 
     @property

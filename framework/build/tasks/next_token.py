@@ -27,9 +27,9 @@ class NextToken:
     """Cross entropy of the supervised tokens, over all logits at once or in chunks, as `loss` computes it.
 
     `routers` is the auxiliary loss of a mixture of experts. transformers adds it to the mean cross entropy of a batch;
-    here it is weighted by the supervised tokens of a micro batch, so that a global batch has the weighted mean over its
-    micro batches. Unlike the cross entropy, it depends on how a batch is split, since the load is balanced within each
-    micro batch.
+    here it is weighted by the supervised tokens of a micro-batch, so that a global batch has the weighted mean over its
+    micro-batches. Unlike the cross entropy, it depends on how a batch is split, since the load is balanced within each
+    micro-batch.
     """
 
     loss: Loss

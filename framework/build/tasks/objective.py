@@ -9,7 +9,7 @@ from framework.build.losses.loss import Batch, Observe
 
 
 class Objective(Protocol):
-    """A training objective. All values are sums over a micro batch, so the split of a global batch does not matter.
+    """A training objective. All values are sums over a micro-batch, so the split of a global batch does not matter.
 
     `unit` names the terms that the loss is averaged over.
     """

@@ -104,7 +104,7 @@ class SingleLoss:
 
     Ethayarajh et al. 2024 (arXiv 2402.01306), equation 8: w_D (1 - s(b (r - z))) of good and w_U (1 - s(b (z - r))) of
     bad answers. There z is a running estimate of how far the model has moved from its reference, from answers to other
-    prompts of the same micro batch, and never below 0. Here z is 0, where it starts: an estimate would cost one more
+    prompts of the same micro-batch, and never below 0. Here z is 0, where it starts: an estimate would cost one more
     forward pass of both models, and make the loss depend on how a batch is split. This is TRL's `apo_zero_unpaired`
     (D'Oosterlinck et al. 2024, arXiv 2408.06266, equation 7 for single answers) with KTO's weights.
     """

@@ -15,7 +15,7 @@ from framework.schema.plural import counted
 
 
 def read_micro_batches(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Rows per micro batch and the number of micro batches. The last step of an epoch may have fewer of both."""
+    """Rows per micro-batch and the number of micro-batches. The last step of an epoch may have fewer of both."""
     batch, rows = assembly.config.batch, [rows for rows, _ in step.micro_batches]
     is_short = sum(rows) < batch.per_device * batch.accumulation
     for key, asked, found in (
@@ -23,7 +23,7 @@ def read_micro_batches(assembly: Assembly, step: FirstStep) -> Iterator[Reading]
         ("training.gradient_accumulation_steps", batch.accumulation, len(rows)),
     ):
         shown = asked if is_short and found < asked else found
-        yield Reading(key, str(asked), str(shown), f"micro batches of the first step: {_shapes(step.micro_batches)}")
+        yield Reading(key, str(asked), str(shown), f"micro-batches of the first step: {_shapes(step.micro_batches)}")
 
 
 def read_eval_batches(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
@@ -44,12 +44,12 @@ def read_longest_row(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
 
 
 def read_padded_lengths(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Widths of the micro batches: multiples of the requested number."""
+    """Widths of the micro-batches: multiples of the requested number."""
     multiple = assembly.config.data.pad_to_multiple_of
     if multiple is not None and step.micro_batches:
         found = math.gcd(*(tokens for _, tokens in step.micro_batches))
         shown = multiple if found % multiple == 0 else found
-        source = f"widths of the first step's micro batches: {_shapes(step.micro_batches)}"
+        source = f"widths of the first step's micro-batches: {_shapes(step.micro_batches)}"
         yield Reading("data.pad_to_multiple_of", str(multiple), str(shown), source)
 
 
@@ -110,7 +110,7 @@ def read_isolation(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_rows_end_to_end(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
-    """Whether each micro batch of the first step is one row of documents, if requested."""
+    """Whether each micro-batch of the first step is one row of documents, if requested."""
     if assembly.config.data.padding_free and step.documents:
         alone = step.joined and all(len(micro_batch) == 1 for micro_batch in step.documents)
         rows = sum(len(row) for micro_batch in step.documents for row in micro_batch)

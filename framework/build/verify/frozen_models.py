@@ -75,7 +75,7 @@ def read_known_reference(assembly: Assembly, step: FirstStep) -> Iterator[Readin
     asked = assembly.config.training.asks_reference_once
     if asked or step.has_reference:
         key = "training.preference.precompute_reference"
-        yield Reading(key, str(asked).lower(), str(step.has_reference).lower(), "micro batches of the first step")
+        yield Reading(key, str(asked).lower(), str(step.has_reference).lower(), "micro-batches of the first step")
 
 
 def _without_adapter(assembly: Assembly, reference: object) -> tuple[str, str]:

@@ -20,10 +20,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """Inputs of the first optimizer step: (rows, tokens) of its micro batches, and of the evaluation before it.
+    """Inputs of the first optimizer step: (rows, tokens) of its micro-batches, and of the evaluation before it.
 
     `began` is the number of this process's first step, `number` that of the first that changed weights. `documents` are
-    the tokens of each document of each row of each micro batch, without padding. `joined` is whether the micro batches
+    the tokens of each document of each row of each micro-batch, without padding. `joined` is whether the micro-batches
     mark where documents begin.
     """
 
@@ -36,7 +36,7 @@ class FirstStep:
     documents: tuple[tuple[tuple[int, ...], ...], ...] = ()
     joined: bool = False
     has_reference: bool = False
-    """Whether the micro batches carry a reference's precomputed values."""
+    """Whether the micro-batches carry a reference's precomputed values."""
 
 
 def table(readings: Sequence[Reading]) -> list[str]:

@@ -189,7 +189,7 @@ def write_circumstances(circumstances: Circumstances) -> str:
     facts = {
         "phase": circumstances.phase,
         "step": circumstances.step,
-        "micro batch": circumstances.batch and f"{circumstances.batch} tokens",
+        "micro-batch": circumstances.batch and f"{circumstances.batch} tokens",
         "largest before": circumstances.largest_batch and f"{circumstances.largest_batch} tokens",
         "repaired": "; ".join(map(str, circumstances.repairs)) or None,
         "allocated after each step": " ".join(map(str, circumstances.floors)) or None,
@@ -200,7 +200,7 @@ def write_circumstances(circumstances: Circumstances) -> str:
 def read_circumstances(text: str) -> Circumstances:
     """Parse the head of an `oom.txt`; empty for any other text."""
     head = text[:20_000].partition("\n\n")[0]
-    facts = dict(re.findall(r"^([a-z ]+): (.*)$", head, re.MULTILINE))
+    facts = dict(re.findall(r"^([a-z -]+): (.*)$", head, re.MULTILINE))
     if not facts.keys() & {"phase", "step", "repaired"}:  # of the trial's evaluation there is the last alone
         return Circumstances()
 
@@ -208,10 +208,10 @@ def read_circumstances(text: str) -> Circumstances:
         match = re.match(rf"{_WHOLE}\b", facts.get(name, ""))
         return int(match.group()) if match else None
 
-    words = facts.get("allocated after each step", "").split()
-    floors = tuple(int(word) for word in words if re.fullmatch(_WHOLE, word))
+    numbers = facts.get("allocated after each step", "").split()
+    floors = tuple(int(digits) for digits in numbers if re.fullmatch(_WHOLE, digits))
     pattern = rf"(\S+) ({_WHOLE}) -> ({_WHOLE}) \((\w+) of (?:step ({_WHOLE})|the longest rows)\)"
     repaired = re.findall(pattern, facts.get("repaired", ""))
     repairs = tuple(Repair(key, int(old), int(new), int(step or 0), phase) for key, old, new, phase, step in repaired)
-    sizes = number("micro batch"), number("largest before")
-    return Circumstances(facts.get("phase"), number("step"), floors, *sizes, repairs)
+    batch = number("micro-batch") or number("micro batch")  # without the hyphen in earlier versions
+    return Circumstances(facts.get("phase"), number("step"), floors, batch, number("largest before"), repairs)

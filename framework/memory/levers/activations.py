@@ -27,7 +27,7 @@ BATCH = (
         ),
         (),
         "micro_batches",
-        "Micro batches per optimizer step: a larger global batch at the memory of one micro batch.",
+        "Micro-batches per optimizer step: a larger global batch at the memory of one micro-batch.",
         search=Axis(),
     ),
     Lever(
@@ -79,7 +79,7 @@ ROWS = (
         ),
         (),
         "rows_end_to_end",
-        "Rows of a micro batch end to end in one. The worst batch has no padding to save; the mask of `eager` and "
+        "Rows of a micro-batch end to end in one. The worst batch has no padding to save; the mask of `eager` and "
         "`sdpa` grows with the square of all its tokens.",
     ),
     Lever(
@@ -87,7 +87,7 @@ ROWS = (
         (Setting(None), Setting(64, "the padding; under `compile` fewer compilations (not measured)")),
         (),
         "padded_lengths",
-        "Widths of micro batches in few sizes. Moves no memory of the worst batch where it divides the longest row.",
+        "Widths of micro-batches in few sizes. Moves no memory of the worst batch where it divides the longest row.",
     ),
     Lever(
         "data.group_by_length",

@@ -82,7 +82,7 @@ def row_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         message = "packs are already full: concatenating them would only need a larger mask"
         yield Conflict(("data.padding_free", "data.packing"), message, "one of the two")
     if data.padding_free and kernel in (None, Attention.EAGER, Attention.SDPA):
-        message = f"{kernel or 'sdpa'} needs a mask of all tokens x all tokens of a micro batch for it"
+        message = f"{kernel or 'sdpa'} needs a mask of all tokens x all tokens of a micro-batch for it"
         keys = ("data.padding_free", "model.attn_implementation")
         yield Conflict(keys, message, "flash_attention_2 or flex_attention", is_warning=True)
 

@@ -94,5 +94,5 @@ def survival_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         message = "weights that change during backward cannot be restored after running out of memory"
         yield Conflict((key, "training.optimizer_in_backward"), message, "training.on_oom: stop")
     if training.per_device_train_batch_size == 1:
-        message = "the micro batch is one row: there is nothing to halve"
+        message = "the micro-batch is one row: there is nothing to halve"
         yield Conflict((key, "training.per_device_train_batch_size"), message, "stop, or more rows", is_warning=True)

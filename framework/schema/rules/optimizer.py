@@ -60,8 +60,8 @@ def update_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if training.optimizer_in_backward is True:
         if training.gradient_accumulation_steps != "auto" and _accumulation(config) > 1:
             keys = (key, "training.gradient_accumulation_steps", "training.global_batch_size")
-            message = f"a gradient is freed after one micro batch, and {_accumulation(config)} are accumulated"
-            yield Conflict(keys, message, "one micro batch a step, or optimizer_in_backward: false")
+            message = f"a gradient is freed after one micro-batch, and {_accumulation(config)} are accumulated"
+            yield Conflict(keys, message, "one micro-batch a step, or optimizer_in_backward: false")
         if training.max_grad_norm:
             message = "the global norm needs all gradients, and each is freed before"
             yield Conflict((key, "training.max_grad_norm"), message, "training.max_grad_norm=0")

@@ -56,7 +56,7 @@ def recorded_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def _many_shapes(config: TrainingConfig) -> Iterator[Conflict]:
-    """Graphs of a micro batch are recorded again for each sequence of lengths before it in a step."""
+    """Graphs of a micro-batch are recorded again for each sequence of lengths before it in a step."""
     try:
         length, micro_batches = config.model.model_max_length, config.batch.accumulation
     except ValueError:  # reported by `batch_conflicts`, or undecided

@@ -64,7 +64,7 @@ def encoded(*lengths: int) -> list[Encoded]:
 
 
 def packed(*lengths: int, limit: int = LIMIT) -> tuple[Rows, MicroBatch]:
-    """Rows, and one micro batch of all their packs."""
+    """Rows, and one micro-batch of all their packs."""
     rows = join_rows(encoded(*lengths))
     packs = pack(rows, limit, seed=7)
     return rows, collate(list(packs), 0)
@@ -222,11 +222,11 @@ class TestRefusals:
 
 
 class TestPaddingFree:
-    """The rows of a micro batch end to end: the same step."""
+    """The rows of a micro-batch end to end: the same step."""
 
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
     def test_the_step_is_the_padded_one(self, attention: str) -> None:
-        """Four micro batches, the last of one row."""
+        """Four micro-batches, the last of one row."""
         rows, stepped = join_rows(encoded(9, 12, 1, 10, 20, 11, 31)), []
         for joined in (False, True):
             data = {"padding_free": joined}

@@ -20,7 +20,7 @@ LORA = {"use_peft": True, "optimizer": "adamw_torch_fused"}
 
 
 def losses(records: bool, training: dict[str, Any], peft: dict[str, Any], autocast: str, parts: int) -> list[float]:
-    """Six steps of `parts` micro batches, a pass of evaluation after the third, and the loss of that."""
+    """Six steps of `parts` micro-batches, a pass of evaluation after the third, and the loss of that."""
     shared = {"compile": True, "learning_rate": 1e-2, "mixed_precision_dtype": autocast}
     sizes = {"per_device_train_batch_size": 8 // parts, "global_batch_size": 8}
     model = {"torch_dtype_str": "float32" if autocast == "bf16" else "bfloat16", "model_max_length": 24}
@@ -65,7 +65,7 @@ def losses(records: bool, training: dict[str, Any], peft: dict[str, Any], autoca
 )
 def test_recorded_kernels_learn_what_launched_ones_do(training, peft, autocast, parts):
     if parts > 1 and training.get("optimizer_in_backward"):
-        pytest.skip("updates in backward take one micro batch a step")
+        pytest.skip("updates in backward take one micro-batch a step")
     launched, recorded = (losses(records, training, peft, autocast, parts) for records in (False, True))
     assert recorded == pytest.approx(launched, rel=0.05 if "lora_dropout" in peft else 2e-3)
     assert launched[-1] < launched[0]

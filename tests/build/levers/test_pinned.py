@@ -30,7 +30,7 @@ def test_what_cannot_be_pinned_is_named() -> None:
     said = r"^could not pin 12.00 GiB of host memory \(CUDA error: invalid argument\)$"
     with pytest.raises(RuntimeError, match=said) as raised, pinning(12 * GIB):
         Host().pin_memory()
-    assert is_memory_failure(raised.value), "so that it is explained, and a smaller micro batch tried"
+    assert is_memory_failure(raised.value), "so that it is explained, and a smaller micro-batch tried"
     explained = explain(f"RuntimeError: {raised.value}")
     assert (explained.cause, explained.message.request_bytes) == ("host", 12 * GIB)
 

@@ -12,7 +12,7 @@ def places(assembly) -> list[int]:
 
 
 def gradients_of_copies(ranks, folder) -> dict[str, object]:
-    """Two steps of two micro batches each."""
+    """Two steps of two micro-batches each."""
     assembly = sharded(settings(2, LLAMA, fsdp={"enable_fsdp": False}), ranks)
     begun, zeros = places(assembly), all(not parameter.grad.any() for parameter in assembly.trained)
     unreached = len(assembly.parallel.reached)
@@ -26,7 +26,7 @@ def gradients_of_copies(ranks, folder) -> dict[str, object]:
 
 
 def test_gradients_stay_where_they_are_from_the_first_step_on(tmp_path):
-    """Else they are there twice: next to the buckets while micro batches are accumulated, and when torch makes the
+    """Else they are there twice: next to the buckets while micro-batches are accumulated, and when torch makes the
     buckets anew."""
     torch.manual_seed(0)
     for found in on_two(gradients_of_copies, tmp_path):

@@ -72,7 +72,7 @@ def test_the_split_into_micro_batches_does_not_change_the_step(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stand_in_row_counts_for_nothing(kind):
-    """The last micro batch of an uneven epoch: its loss is 0, it moves no weight, and no metric sees it."""
+    """The last micro-batch of an uneven epoch: its loss is 0, it moves no weight, and no metric sees it."""
     assembly, batch = assembly_of(kind), batch_of(kind)
     rows = join_rows(
         [

@@ -66,6 +66,8 @@ def test_what_a_run_knew_is_read_from_its_report_again():
     repairs = (Repair(BATCH, 8, 4, 0, "backward"), Repair(BATCH, 4, 2, 213, "backward"))
     known = Circumstances("backward", 213, (10, 20, 30), 8192, 4096, repairs)
     assert read_circumstances(write_circumstances(known) + "\n\n" + FULL) == known
+    older = write_circumstances(known).replace("micro-batch", "micro batch")
+    assert read_circumstances(older + "\n\n" + FULL) == known
     assert read_circumstances(FULL) == Circumstances()
     trial = Circumstances(repairs=(Repair("training.per_device_eval_batch_size", 4, 2, 0, "end"),))
     assert read_circumstances(write_circumstances(trial) + "\n\n" + FULL) == trial, "its evaluation is of no phase"

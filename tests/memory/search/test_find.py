@@ -197,7 +197,7 @@ def test_no_change_of_a_proposal_can_be_undone_at_no_cost(seed: int) -> None:
 
 
 def test_evaluation_is_left_alone_where_there_is_none() -> None:
-    """A smaller micro batch than the rows of an evaluation that is never made."""
+    """A smaller micro-batch than the rows of an evaluation that is never made."""
     found = found_on(config_on(2600))
     keys = [change.key for change in found.changes]
     assert "training.per_device_train_batch_size" in keys

@@ -86,7 +86,7 @@ def run(corpus, folder, *, steps=3, training=None, **options):  # noqa: F811
 
 
 def weights_of(corpus, folder, micro, **options):  # noqa: F811
-    """A run that starts at this micro batch and never fails."""
+    """A run that starts at this micro-batch and never fails."""
     sizes = {"per_device_train_batch_size": micro, **options.pop("training", {})}
     run(corpus, folder, training=sizes, **options)
     return final_weights(folder)
@@ -129,7 +129,7 @@ def test_halving_twice_ends_with_the_weights_of_a_run_at_one_row(corpus, tmp_pat
 
 
 def switched(settings, at, micro):
-    """Weights of a run that nothing disturbs, and that goes on with another micro batch from step `at` on."""
+    """Weights of a run that nothing disturbs, and that goes on with another micro-batch from step `at` on."""
     inputs = read_inputs(settings)
     made = inputs.config
     set_seed(made.training.seed)
@@ -150,8 +150,8 @@ def test_undone_at_random_operators_of_any_step_the_run_is_bitwise_one_switched_
     tmp_path,
     failing,
 ):
-    """Steps before the failure were made with the larger micro batch, whose sums of floats and whose dropout differ:
-    what is bitwise the same is a run without a failure that changes its micro batch before that step."""
+    """Steps before the failure were made with the larger micro-batch, whose sums of floats and whose dropout differ:
+    what is bitwise the same is a run without a failure that changes its micro-batch before that step."""
     steps, drawn = 8 if count > 3 else 5, random.Random(1)
     counted = failing({})
     run(corpus, tmp_path / "counted", steps=steps)

@@ -63,7 +63,7 @@ def test_a_pair_is_two_sequences(dpo):
 
 def test_chunks_leave_no_whole_logits_anywhere(dpo):
     chunked = planned(model={"chunked_loss": 32}, data={"eval_fraction": 0.1})
-    whole = 4 * 2 * 2 * 64 * 8192  # float32 logits of a micro batch of pairs
+    whole = 4 * 2 * 2 * 64 * 8192  # float32 logits of a micro-batch of pairs
     for phase in ("forward", "loss", "backward", "eval"):
         assert terms(dpo, phase).logits_and_loss >= whole
         assert terms(chunked, phase).logits_and_loss < 0.75 * whole, phase

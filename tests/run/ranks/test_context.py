@@ -50,7 +50,7 @@ QUICK = ("sharded", "grouped differently")
 
 
 def case(name: str, folder: Path, world: int, size: int | None = None) -> TrainingConfig:
-    """Rows of many lengths, 4 a step and 2 a micro batch; on one process the same rows as a whole."""
+    """Rows of many lengths, 4 a step and 2 a micro-batch; on one process the same rows as a whole."""
     sections = json.loads(json.dumps(CASES[name]))
     training = {"per_device_train_batch_size": 2, "global_batch_size": 4, "learning_rate": 1e-2, "adam_epsilon": SMOOTH}
     sections["training"] = {**training, **sections.get("training", {})}
