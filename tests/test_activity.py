@@ -100,7 +100,7 @@ with activity.shown('reading'):
     assert in_pipe(code) == ["working   reading (1 s)", "working   planning (11 s)", "working   reading (21 s)"]
 
 
-def test_what_is_long_is_said_before_it_begins() -> None:
+def test_what_is_long_is_reported_before_it_begins() -> None:
     """A library that is loaded may keep threads from running."""
     code = "with activity.shown('x'):\n    activity.now('loading', is_long=True)\n    print('y', file=sys.stderr)"
     assert in_pipe(code) == ["working   loading (0 s)", "y"]

@@ -23,7 +23,7 @@ def test_a_good_request_gives_its_composition(write):
     assert found.composition.config.model.model_name == "a"
 
 
-def test_text_and_meaning_are_told_together(write):
+def test_syntax_and_values_are_reported_together(write):
     recipe = write(
         "training:\n  lerning_rate: 1\n  seed: x\n  warmup_steps: 9\n  max_steps: 3\n"
         "model: {attn_implementation: ring_attention}\n"
@@ -61,7 +61,7 @@ def test_a_rule_is_silent_about_a_key_that_is_wrong_already(write, text, keys):
     assert set(report(write(text))[0]) == keys
 
 
-def test_a_misspelt_key_is_told_even_where_its_section_is_switched_off(write):
+def test_a_misspelt_key_is_reported_even_where_its_section_is_switched_off(write):
     problems, _ = report(write(GOOD + "fsdp: {enable_fsdp: false, shard: 1}\npeft: {rank: 8}\n"))
     assert set(problems) == {"fsdp.shard", "peft.rank"}
     assert problems["peft.rank"].nearest == "peft.lora_r"

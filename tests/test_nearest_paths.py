@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a\0b", None),
     ],
 )
-def test_the_folder_that_was_meant(here: Path, written: str, meant: str | None) -> None:
+def test_the_intended_folder(here: Path, written: str, meant: str | None) -> None:
     assert path_like(Path(written), Path.is_dir) == meant
     absolute = path_like(here / written, Path.is_dir)
     assert absolute == (str(here / meant) if meant else None)

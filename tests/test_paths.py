@@ -165,7 +165,7 @@ def test_a_run_folder_is_gone_on_with_and_replaced_where_its_files_are_regular(t
         open_folder(config, "r", resume=resume, overwrite=not resume)
 
 
-def test_a_fifo_beside_weights_and_rows(refused, write):
+def test_a_fifo_next_to_weights_and_rows(refused, write):
     write("model: {model_name: ./base, architecture: {hidden_act: silu}}\ndata: {train: [{path: ./saved}]}\n")
     fifo("base/config.json")
     assert "config.json (a FIFO)" in refused("check", "r.yaml", "gpu=cpu")

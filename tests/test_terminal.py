@@ -85,7 +85,7 @@ def test_names_in_a_recipe(run, write, verb):
     assert not any(line.startswith("error fake") for line in printed.splitlines())
 
 
-def test_words_of_the_command_line_and_names_of_files(run, write):
+def test_arguments_of_the_command_line_and_names_of_files(run, write):
     name = f"n{ODD}\nerror fake.yaml".replace("/", "")
     write("training: {seed: 1}\n", name)
     assert "\\u202e" in run("show", name, f"training.{ODD.replace('=', '')}=1")[1]

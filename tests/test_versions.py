@@ -30,14 +30,14 @@ def test_the_supported_ones_are_no_problem(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "version"), [("transformers", "4.57.1"), ("torch", "2.10.0"), ("peft", "0.17.1")])
-def test_another_version_is_told_with_the_range_that_is_needed(monkeypatch, name, version):
+def test_another_version_is_reported_with_the_range_that_is_needed(monkeypatch, name, version):
     [problem] = found(monkeypatch, **{name: version})
     wanted = next(item for text in requires("tunesmith") if (item := Requirement(text)).name == name)
     assert version in problem.message
     assert str(wanted) in problem.expected
 
 
-def test_all_that_is_wrong_is_told_at_once(monkeypatch):
+def test_all_that_is_wrong_is_reported_at_once(monkeypatch):
     assert len(found(monkeypatch, torch="1.0", transformers="4.57.1", accelerate=None)) == 3
 
 
@@ -57,7 +57,7 @@ def test_what_loads_none_of_them_does_not_ask(monkeypatch, capsys, words):
     assert main(words) == 0
 
 
-def test_python_is_told_as_well(monkeypatch):
+def test_python_is_warned_as_well(monkeypatch):
     import framework
 
     found(monkeypatch, transformers="4.57.1")

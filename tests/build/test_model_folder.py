@@ -84,7 +84,7 @@ def test_a_bias_that_the_config_does_not_build_is_left_over(base):
     assert name in refused(base)[0].message
 
 
-def test_constants_heads_and_towers_may_be_left_over_and_are_said(base):
+def test_constants_heads_and_towers_may_be_left_over_and_are_reported(base):
     tensors = load_file(base / "model.safetensors")
     more = ("model.layers.0.self_attn.masked_bias", "score.weight", "vision_tower.patch.weight")
     save_file({**tensors, **{name: torch.ones(4) for name in more}}, base / "model.safetensors", {"format": "pt"})

@@ -52,7 +52,7 @@ def test_reads_the_config_of_a_local_model(tmp_path: Path) -> None:
     assert frozen.model.torch_dtype_str is TorchDtype.BFLOAT16
 
 
-def test_broken_model_config_is_told_in_one_line(tmp_path: Path) -> None:
+def test_broken_model_config_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(RequestError, match=r"^model\.model_name: .*/config\.json cannot be read: .*"):
         settled({"model_name": str(tmp_path)})

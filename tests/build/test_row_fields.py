@@ -186,7 +186,7 @@ class TestColumns:
         fourth = prepare([{"input": "q", "chosen": "a", "rejected": "b"}], "preference")
         assert [row.train[0] for row in (first, second, third, fourth)] == [plain.train[0]] * 4
 
-    def test_an_instruction_beside_a_prompt_is_named_as_not_read(self, prepare: Prepare) -> None:
+    def test_an_instruction_next_to_a_prompt_is_named_as_not_read(self, prepare: Prepare) -> None:
         row = {"prompt": "p ", "instruction": "i", "input": "", "chosen": "a", "rejected": "b"}
         (names,) = prepare([row], "preference").report.train.unread.values()
         assert names == ["`instruction`"], "an empty column says nothing"

@@ -117,12 +117,12 @@ def test_diff_writes_values_as_they_are_typed(run, write):
     assert [line.split()[-2] for line in out.splitlines()] == ["null", "2", "false", "true"]
 
 
-def test_an_argument_that_is_missing_is_told_where_it_is_listed(run):
+def test_an_argument_that_is_missing_is_reported_where_it_is_listed(run):
     code, _, err = run("list")
     assert (code, err) == (2, "error Missing argument 'kind': `tunesmith list --help` explains it\n")
 
 
-def test_a_recipe_without_a_name_is_told_to_be_none(run):
+def test_a_recipe_without_a_name_is_refused(run):
     assert run("show", "")[2].splitlines()[0] == "error no recipe is called ''"
 
 
@@ -178,7 +178,7 @@ def test_wrong_usage_exits_2_in_one_line(run, words):
         (["--blah"], None),
     ],
 )
-def test_an_option_of_other_tools_is_told_as_a_key_or_a_group(run, write, words, nearest):
+def test_an_option_of_other_tools_is_suggested_as_a_key_or_a_group(run, write, words, nearest):
     code, out, _ = run("plan", write(GOOD), *words, "--json")
     [problem] = json.loads(out)["errors"]
     assert code == 2
@@ -186,7 +186,7 @@ def test_an_option_of_other_tools_is_told_as_a_key_or_a_group(run, write, words,
     assert problem["nearest"] == nearest
 
 
-def test_cards_without_a_unit_are_told_with_one(run, write):
+def test_cards_without_a_unit_are_suggested_with_one(run, write):
     _, out, _ = run("check", write(GOOD), "gpu=40,80", "--quick", "--json")
     assert [problem["nearest"] for problem in json.loads(out)["errors"]] == ["40gb", "80gb"]
 

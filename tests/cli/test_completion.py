@@ -67,7 +67,7 @@ def test_bash_is_given_a_value_alone_as_it_splits_words(monkeypatch, capsys):
     assert names(offered(monkeypatch, capsys, "tunesmith train cha", "bash")) == ["chat"]
 
 
-def test_zsh_is_told_what_each_is_for(monkeypatch, capsys):
+def test_zsh_gets_the_purpose_of_each(monkeypatch, capsys):
     found = offered(monkeypatch, capsys, "tunesmith train chat peft=ql", "zsh")
     assert '"peft=qlora":"LoRA on a base in 4 bits' in found
     assert len(found.splitlines()) == 1

@@ -62,7 +62,7 @@ def test_the_newest_report_of_a_run_counts(run, folder):
     assert json.loads(run(folder, "--json")[1])["cause"] == "capacity"
 
 
-def test_a_log_beside_the_plan_of_its_run_or_with_one_named(run, folder, tmp_path_factory):
+def test_a_log_next_to_the_plan_of_its_run_or_with_one_named(run, folder, tmp_path_factory):
     (folder / "train.log").write_text(FULL)
     elsewhere = tmp_path_factory.mktemp("logs") / "a.log"
     elsewhere.write_text(FULL)
@@ -188,7 +188,7 @@ def test_a_plan_that_was_damaged_costs_its_figures_and_no_explanation(folder, wr
 
 
 @pytest.mark.parametrize("text", ["", "[", "null", "[1]", "7", '"x"', "{}", "[" * 100_000, "\xe9", '{"phases": NaN}'])
-def test_a_plan_that_cannot_be_read_is_said(run, folder, text):
+def test_a_plan_that_cannot_be_read_is_reported(run, folder, text):
     (folder / "plan.json").write_bytes(text.encode("latin-1"))
     code, out, err = run(folder, "--json")
     assert (code, {move["saves_bytes"] for move in json.loads(out)["moves"]}) == (0, {None})

@@ -121,7 +121,7 @@ def test_the_recipe_of_fit_composes_to_the_same_run(arithmetic, run, write, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", [LITTLE, (*CARD, "gpu.usable_bytes=1000000")])
-def test_what_cannot_be_written_is_told_after_the_proposal(arithmetic, run, write, tmp_path, card, monkeypatch):
+def test_what_cannot_be_written_is_reported_after_the_proposal(arithmetic, run, write, tmp_path, card, monkeypatch):
     for name in ("full.yaml", "full.html"):
         (tmp_path / name).symlink_to("/dev/full")
     monkeypatch.chdir(tmp_path)

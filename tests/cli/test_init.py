@@ -63,13 +63,13 @@ def test_a_model_of_ones_own_is_named_and_an_adapter_chosen(shown):
     assert shown[-1] == ("plan", "mine.yaml", [], {})
 
 
-def test_what_does_not_fit_is_told_with_the_command_that_looks_on(shown, capsys, monkeypatch):
+def test_what_does_not_fit_is_reported_with_the_command_that_looks_on(shown, capsys, monkeypatch):
     monkeypatch.setattr("framework.cli.plan.plan", lambda recipe, words: 3)
     assert main(["init", "--model", "qwen3_8b", "--data", rows("sft")]) == 3
     assert capsys.readouterr().out.endswith("Next: tunesmith fit recipe.yaml\n")
 
 
-def test_nothing_is_written_over_and_everything_missing_is_told_at_once(shown, capsys):
+def test_nothing_is_written_over_and_everything_missing_is_reported_at_once(shown, capsys):
     assert main(["init"]) == 2
     said = capsys.readouterr().err
     assert "--model" in said
@@ -97,7 +97,7 @@ def test_a_terminal_is_asked(shown, monkeypatch):
     assert "model: qwen3_0.6b" in Path("recipe.yaml").read_text()
 
 
-def test_what_is_wrong_with_the_recipe_is_told_and_the_recipe_kept(write, capsys):
+def test_what_is_wrong_with_the_recipe_is_reported_and_the_recipe_kept(write, capsys):
     assert main(["init", "--model", "qwen3_0.6b", "--data", rows("sft"), "--gpu", "l4_24g"]) == 2
     said = capsys.readouterr().err
     assert "no preset is called 'l4_24g'" in said

@@ -59,7 +59,7 @@ def test_a_misspelt_key_gets_the_nearest(run, key, nearest):
     assert nearest in err
 
 
-def test_a_key_that_is_no_lever_is_said_to_be_none(run):
+def test_a_key_that_is_no_lever_is_refused(run):
     code, _, err = run("training.seed")
     assert code == 2
     assert "training.seed is not a memory lever" in err

@@ -81,7 +81,7 @@ def test_a_base_that_was_not_saved_is_made_again(run, peft, capsys):
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained("out")), expected, atol=1e-5)
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_anything_is_loaded(run, capsys, monkeypatch):
+def test_a_folder_that_cannot_be_made_is_reported_before_anything_is_loaded(run, capsys, monkeypatch):
     folder = run("peft=lora")
     monkeypatch.setattr("framework.run.checkpoints.merge.load_base", None)
     capsys.readouterr()

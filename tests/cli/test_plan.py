@@ -242,7 +242,7 @@ def test_what_the_rehearsal_finds_gets_its_place(run, write, planner):
     ("target", "why"),
     [("gone/p.html", "there is no folder"), (".", "it is a folder"), ("r.yaml/p.html", "there is no")],
 )
-def test_a_page_that_has_no_place_is_told_before_planning(run, write, planner, target, why):
+def test_a_page_that_has_no_place_is_reported_before_planning(run, write, planner, target, why):
     configs = planner(PLAN)
     code, out, err = run("plan", write(RECIPE), "--html", target)
     assert (code, out) == (2, "")
@@ -250,7 +250,7 @@ def test_a_page_that_has_no_place_is_told_before_planning(run, write, planner, t
     assert not configs
 
 
-def test_a_page_that_cannot_be_written_is_told_after_the_plan(run, write, planner):
+def test_a_page_that_cannot_be_written_is_reported_after_the_plan(run, write, planner):
     planner(PLAN)
     target, why = "/dev/full", "No space left on device"
     code, out, err = run("plan", write(RECIPE), "--html", target)
@@ -285,7 +285,7 @@ def test_measured_next_to_predicted(run, write, planner, monkeypatch):
     }
 
 
-def test_a_step_that_runs_out_of_memory_is_told_after_the_plan(run, write, planner, monkeypatch):
+def test_a_step_that_runs_out_of_memory_is_reported_after_the_plan(run, write, planner, monkeypatch):
     def fail(_):
         raise OutOfMemory("tried to allocate 9 GiB")
 

@@ -88,7 +88,7 @@ def test_classes_and_their_probabilities_are_those_of_the_model_in_file_order(
         assert answer["label"] == max(answer["probabilities"], key=answer["probabilities"].get)
 
 
-def test_labels_beside_the_texts_are_not_read_and_an_exported_folder_alone_serves(classifier, tmp_path, capsys):
+def test_labels_of_the_texts_are_not_read_and_an_exported_folder_is_enough(classifier, tmp_path, capsys):
     bare = lines(tmp_path / "bare.jsonl", [{"text": text} for text in TEXTS])
     beside = lines(tmp_path / "beside.jsonl", [{"text": text, "label": "unheard of"} for text in TEXTS])
     expected = said(capsys, classifier, bare)
@@ -135,7 +135,7 @@ def test_a_model_of_few_positions_is_asked_without_an_option(writer, tmp_path, c
     assert answer["finished"] or answer["tokens"] == 64  # half of its 128
 
 
-def test_completions_are_the_likeliest_tokens_whatever_rows_are_beside(writer, tmp_path, capsys):
+def test_completions_are_the_likeliest_tokens_whatever_else_is_in_the_batch(writer, tmp_path, capsys):
     asked = lines(tmp_path / "asked.jsonl", [{"prompt": f"{text}:"} for text in TEXTS])
     answers = said(capsys, writer, asked, "--max-new-tokens", "6")
     model = AutoModelForCausalLM.from_pretrained(writer / "final").eval()
@@ -310,7 +310,7 @@ def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
         ([{"mesages": []}], "did you mean `messages` in place of `mesages`"),
     ],
 )
-def test_a_row_that_asks_for_nothing_is_told_with_its_columns(writer, tmp_path, capsys, rows, word):
+def test_a_row_that_asks_for_nothing_is_reported_with_its_columns(writer, tmp_path, capsys, rows, word):
     told = refused(capsys, writer, lines(tmp_path / "asked.jsonl", rows))
     assert word in told
     assert len(rows) < 2 or "asked.jsonl:2" in told

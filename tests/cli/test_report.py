@@ -55,7 +55,7 @@ def test_what_is_no_run_or_cannot_be_written_exits_2(folder, tmp_path, capsys):
         assert "Traceback" not in err
 
 
-def test_a_resumed_run_and_a_run_under_way_are_told(folder, capsys):
+def test_a_resumed_run_and_a_run_under_way_are_reported(folder, capsys):
     environment = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(
         json.dumps({**environment, "command": [*environment["command"], "--resume"]})

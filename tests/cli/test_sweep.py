@@ -116,7 +116,7 @@ def test_an_interrupt_between_two_runs_lets_none_begin(command, monkeypatch):
     assert (code, [one["exit_code"] for one in json.loads(out)["runs"]]) == (0, [0, 0])
 
 
-def test_all_that_is_wrong_is_told_before_anything_is_begun(command):
+def test_all_that_is_wrong_is_reported_before_anything_is_begun(command):
     code, out, err = command("training.seed=1,2,3", "training.learning_rate=-1,1e-4", "trainng.a=1")
     assert (code, out) == (2, "")
     assert "cannot be -1 (run 0: training.seed=1 training.learning_rate=-1 and 2 more)" in err
@@ -157,7 +157,7 @@ def test_while_runs_are_made_they_alone_say_what_is_being_done(command, monkeypa
 
 
 @pytest.mark.slow
-def test_a_launcher_that_breaks_is_told_and_its_runs_are_lost(command, monkeypatch):
+def test_a_launcher_that_breaks_is_reported_and_its_runs_are_lost(command, monkeypatch):
     def run(self, job, log, environment):
         raise OSError("no space")
 

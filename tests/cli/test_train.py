@@ -103,7 +103,7 @@ def test_check_tells_what_training_would_warn_of(write, capsys):
     assert "subtract 2000000020 from" in warning["message"]
 
 
-def test_check_tells_that_there_is_nothing_to_tell_apart(write, capsys):
+def test_check_reports_a_single_class(write, capsys):
     write("".join(json.dumps({"text": f"a {n}", "label": "one"}) + "\n" for n in range(40)), "rows.jsonl")
     text = RECIPE.replace("task: pretrain", "task: " + "classification").replace(
         "{path: rows.txt, format: text}", "{path: rows.jsonl}"

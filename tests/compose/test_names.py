@@ -18,7 +18,7 @@ def problems_of(recipe, *words):
     return {problem.key: problem for problem in caught.value.problems}
 
 
-def test_every_kind_of_wrong_key_is_told_at_once_with_line_and_nearest(write):
+def test_every_kind_of_wrong_key_is_reported_at_once_with_line_and_nearest(write):
     recipe = write(
         "learning_rate: 1e-5\n"
         "training:\n  num-train-epochs: 3\n  lora_r: 8\n  num_epochs: 2\n  lerning_rate: 1\n  _target_: os.system\n"
@@ -87,13 +87,13 @@ def test_a_misspelt_override_names_the_nearest_key_and_its_value_and_never_sugge
     ],
     ids=lambda value: value[:20],
 )
-def test_wrong_words(write, word, message):
+def test_wrong_overrides(write, word, message):
     [problem] = problems_of(write("model: {model_name: a}\n"), word).values()
     assert message in problem.message
     assert problem.where == "command line"
 
 
-def test_words_and_file_are_told_together(write):
+def test_problems_of_overrides_and_file_are_reported_together(write):
     assert len(problems_of(write("training: {sed: 1}\n"), "training.max_step=1", "gpu=x", "training.seed=a")) == 4
 
 
@@ -186,7 +186,7 @@ def test_where_nothing_is_near_the_keys_of_the_section_are_named(write, name):
     assert {"peft.bias": "lora_alpha", "training.quarz": "tunesmith show"}.get(name, "columns") in problem.expected
 
 
-def test_a_word_that_is_neither_key_nor_value_is_told_so(write):
+def test_an_argument_that_is_neither_key_nor_value_is_reported(write):
     [problem] = problems_of(write("model: {model_name: a}\n"), "1e-5").values()
     assert (problem.message, problem.nearest) == ("`1e-5` is not `key=value`", None)
 
@@ -224,7 +224,7 @@ def test_a_key_written_twice_on_the_command_line_takes_the_last_and_is_warned_ab
 
 
 @pytest.mark.parametrize("name", ["r", "./r", "r.yml"])
-def test_a_recipe_without_its_ending_is_told_with_it(write, name):
+def test_a_recipe_without_its_ending_is_suggested_with_it(write, name):
     write("")
     with pytest.raises(RequestError) as caught:
         compose(name)
@@ -246,7 +246,7 @@ def test_a_missing_recipe_names_the_nearest(write, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["recipe.yml", "folder/../recipes.yaml"])
-def test_a_missing_file_names_the_one_beside_it_that_is_most_like_it(write, tmp_path, name):
+def test_a_missing_file_names_the_most_similar_one_in_its_folder(write, tmp_path, name):
     (tmp_path / "folder").mkdir()
     write("", "recipe.yaml")
     write("", "other.yaml")

@@ -99,7 +99,7 @@ def test_a_run_is_as_good_as_its_final_folder(write, tmp_path):
         (("empty/x",), "empty", "has no adapter_config.json", "an adapter's folder"),
     ],
 )
-def test_a_path_that_holds_no_adapter_is_told_with_what_to_write(write, tmp_path, files, path, message, expected):
+def test_a_path_that_holds_no_adapter_is_reported_with_what_to_write(write, tmp_path, files, path, message, expected):
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")

@@ -68,12 +68,12 @@ def test_a_preset_of_the_language_part_alone_names_it(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "{", "\xff"])
-def test_a_damaged_config_is_told_by_what_reads_the_model(recipe, tmp_path, text):
+def test_a_damaged_config_is_reported_by_what_reads_the_model(recipe, tmp_path, text):
     (tmp_path / "folder" / "config.json").write_text(text, encoding="latin-1")
     assert draft(recipe, ["model.model_name=./folder"]).problems == ()
 
 
-def test_a_relative_on_the_hub_that_cannot_be_read_is_said(recipe, monkeypatch):
+def test_a_relative_on_the_hub_that_cannot_be_read_is_reported(recipe, monkeypatch):
     monkeypatch.setattr("framework.compose.own_config.hub_is_reachable", lambda: False)
     made = compose(recipe, ["model.model_name=org/relative"])
     assert architecture(made.config)["rms_norm_eps"] == 1e-3

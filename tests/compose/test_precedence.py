@@ -167,7 +167,7 @@ def test_the_number_of_processes_is_the_number_of_cards(write):
         ("3.0", "3 cards"),
     ],
 )
-def test_a_number_of_cards_that_is_none_is_told_beside_a_number_of_processes(write, count, message):
+def test_an_invalid_number_of_cards_is_reported_with_a_number_of_processes(write, count, message):
     with pytest.raises(RequestError) as caught:
         compose(write("gpu: {name: t4}\n"), [f"gpu.count={count}"], world=2)
     assert any(message in problem.message for problem in caught.value.problems)
@@ -213,7 +213,7 @@ def test_the_name_of_a_card_stands_for_its_facts(write, recipe, overrides):
     assert load(write(recipe), overrides).gpu == expected
 
 
-def test_facts_beside_the_name_of_a_card_are_above_its_own(write):
+def test_facts_given_with_the_name_of_a_card_are_above_its_own(write):
     card = load(write("gpu: {name: h100_80gb, usable_bytes: 1000}\n")).gpu
     assert (card.usable_bytes, card.capability) == (1000, "9.0")
 

@@ -108,7 +108,7 @@ def test_refused_with_a_line_and_in_time(tmp_path, text, line, word):
     assert time.process_time() - start < 3
 
 
-def test_several_faults_of_one_file_are_told_together(tmp_path):
+def test_several_faults_of_one_file_are_reported_together(tmp_path):
     node, problems = read_text(tmp_path, "a: 1\na: 2\nb: !t 3\n1: x\n")
     assert node is not None
     assert [problem.where for problem in problems] == ["r.yaml:2", "r.yaml:3", "r.yaml:4"]

@@ -60,7 +60,7 @@ def test_earlier_names_are_of_recipes_and_presets_that_there_are():
         assert all(name in presets(group) for group, name in old.choices.items())
 
 
-def test_an_earlier_name_takes_words_and_is_told_once(write, capsys):
+def test_an_earlier_name_takes_overrides_and_is_reported_once(write, capsys):
     write("")
     found = compose("qwen3_8b_qlora", ["model=qwen3_0.6b", "peft=lora", "gpu=cpu"]).config
     assert (found.model.model_name, found.peft.q_lora, found.training.learning_rate) == ("Qwen/Qwen3-0.6B", False, 2e-4)
@@ -189,7 +189,7 @@ def test_what_hydra_users_write(write, defaults, optimizer, decay):
     assert (training.optimizer, training.weight_decay) == (optimizer, decay)
 
 
-def test_an_optional_preset_that_is_not_there_is_told(write):
+def test_an_optional_preset_that_is_not_there_is_reported(write):
     found = compose(write("defaults: [optional gpu: mycard]\nmodel: {model_name: a}\n"))
     assert found.config.gpu.name == "cpu"
     assert any("no preset mycard" in warning and "optional" in warning for warning in found.warnings)

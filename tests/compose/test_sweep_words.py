@@ -37,7 +37,7 @@ def test_every_combination_in_order_with_what_is_shared_where_it_was_typed(tmp_p
     assert {job.sweep for job in jobs} == {tmp_path / "runs" / "r"}
 
 
-def test_presets_sweep_beside_keys_of_their_sections_and_may_be_files():
+def test_presets_sweep_with_keys_of_their_sections_and_may_be_files():
     sweep, jobs = jobs_of("gpu=40gb,40gb,'/a b/card.yaml'", "gpu.count=1,2", "model=glob(gpt2*)")
     assert len(jobs) == 3 * 2 * 2
     assert sweep.words_of(jobs[-1]) == ["gpu='/a b/card.yaml'", "gpu.count=2", "model=gpt2_small"]
@@ -61,7 +61,7 @@ def test_folders_are_named_as_hydra_names_them(tmp_path):
     assert "would write to" in problems_of("training.seed=1,2", "hydra.sweep.subdir=x")["hydra.sweep.subdir"]
 
 
-def test_what_is_wrong_with_the_words_is_told_at_once():
+def test_all_wrong_overrides_are_reported_at_once():
     found = problems_of(
         "hydra.run.dir=x", "hydra.launcher._target_=os.system", "hydra.sweeper.params={training.seed:1}",
         "hydra.sweep.dir=a,b", "model.freeze_layers+=[a],[b]", "training.output_dir=a,b",
@@ -75,7 +75,7 @@ def test_what_is_wrong_with_the_words_is_told_at_once():
     assert "INTERVAL" in problems_of("training.learning_rate=interval(1e-5,1e-3)")["-m"]
 
 
-def test_what_hydra_does_not_have_is_told_with_what_brings_it():
+def test_what_hydra_does_not_have_is_reported_with_what_brings_it():
     found = problems_of("training.seed=1,2", "hydra/launcher=nowhere", "hydra/sweeper=ax")
     assert "basic" in found["hydra/launcher=nowhere"]
     assert "pip install hydra-ax-sweeper" in found["hydra/sweeper=ax"]
@@ -93,7 +93,7 @@ def test_hydra_hands_out_the_runs_of_the_outline_and_forgets_the_sweep(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["runs/a", "a b", "it's", "a\\", "x=1,y=[2]", "a\\'b"])
-def test_any_text_can_be_said(text):
+def test_any_text_can_be_swept(text):
     problems = []
     [write] = parse([f"training.output_dir={quoted(text)}"], problems).writes
     assert (write.node.value, problems) == (text, [])

@@ -58,7 +58,7 @@ def test_a_whole_number_in_any_spelling_is_an_integer(write, spelling):
         ("model", "architecture", "llama", "a mapping", None),
     ],
 )
-def test_a_wrong_value_is_told_with_key_line_and_what_was_expected(write, section, key, text, expected, nearest):
+def test_a_wrong_value_is_reported_with_key_line_and_what_was_expected(write, section, key, text, expected, nearest):
     recipe = write(f"{section}:\n  {key}: {text}\n")
     problem = problems_of(recipe)[f"{section}.{key}"]
     assert problem.where == "r.yaml:2"
@@ -67,18 +67,18 @@ def test_a_wrong_value_is_told_with_key_line_and_what_was_expected(write, sectio
 
 
 @pytest.mark.parametrize(("section", "preset"), [("gpu", "h100_80gb"), ("model", "qwen3_0.6b"), ("peft", "lora")])
-def test_a_preset_in_place_of_a_section_is_told_where_it_goes(write, section, preset):
+def test_a_preset_in_place_of_a_section_is_reported_with_its_place(write, section, preset):
     (problem,) = problems_of(write(f"{section}: {preset}\n")).values()
     assert (problem.key, problem.nearest) == (section, f"defaults: [{{{section}: {preset}}}]")
 
 
 @pytest.mark.parametrize(("name", "shown"), [("null", "null"), ("[a]", "['a']"), ("3", "3"), ("{a: b}", "{'a': 'b'}")])
-def test_a_card_that_is_no_name_is_told_as_it_was_written(write, name, shown):
+def test_a_card_that_is_no_name_is_reported_as_it_was_written(write, name, shown):
     (problem,) = problems_of(write(f"gpu: {{name: {name}}}\n")).values()
     assert (problem.key, problem.message) == ("gpu.name", f"cannot be {shown}")
 
 
-def test_rows_in_place_of_a_source_are_told_how_they_are_one(write):
+def test_rows_in_place_of_a_source_are_reported_with_how_to_write_one(write):
     for key in ("train", "eval"):
         (problem,) = problems_of(write(f"data: {{{key}: [rows.jsonl]}}\n")).values()
         assert (problem.key, problem.nearest) == (f"data.{key}[0]", "{path: rows.jsonl}")
@@ -106,7 +106,7 @@ def test_no_key_takes_a_number_that_is_not_finite(write, value):
         assert place in problems_of(write(f"{parts[0]}: {text}")), place
 
 
-def test_all_wrong_values_are_told_at_once_with_the_index_in_lists(write):
+def test_all_wrong_values_are_reported_at_once_with_the_index_in_lists(write):
     recipe = write(
         "training: {seed: x, max_steps: 0}\n"
         "data:\n  train:\n    - path: a\n    - {path: 3, weight: no}\n    - name: b\n"
@@ -202,7 +202,7 @@ def test_paths_are_made_absolute_where_the_command_was_typed(write):
 
 @pytest.mark.parametrize("body", ["data: []", "data: 3", "training: [a]", "model: {architecture: [1]}", "gpu: [x]"])
 @pytest.mark.parametrize("words", [(), ("training.run_name=${training.seed}", "gpu=24gb", "training=low_memory")])
-def test_a_section_of_the_wrong_kind_is_told_not_merged(write, body, words):
+def test_a_section_of_the_wrong_kind_is_reported_not_merged(write, body, words):
     with pytest.raises(RequestError, match="cannot be"):
         compose(write(f"{body}\npeft: {{lora_alpha: '${{peft.lora_r}}'}}\n"), words)
 
@@ -211,7 +211,7 @@ def test_a_section_of_the_wrong_kind_is_told_not_merged(write, body, words):
     ("word", "nearest"),
     [("gpu=80gb,", "gpu=80gb"), ("gpu=,80gb", "gpu=80gb"), ("gpu=40gb,,80gb", "gpu=40gb,80gb"), ("gpu=,", None)],
 )
-def test_a_comma_too_many_is_said_in_plain_words(write, word, nearest):
+def test_a_comma_too_many_is_reported_in_plain_words(write, word, nearest):
     problem = problems_of(write("schema_version: 1\n"), word)[word]
     assert problem.message == "a value is missing before or after a comma"
     assert problem.nearest == nearest

@@ -119,7 +119,7 @@ def reasons(found: Conversion, key: str) -> list[tuple[Why, str]]:
 
 
 @pytest.mark.parametrize("tool", TEXTS)
-def test_the_tool_is_told_by_its_keys_and_its_recipe_passes_the_check(tool, converted, tmp_path) -> None:
+def test_the_tool_is_recognized_by_its_keys_and_its_recipe_passes_the_check(tool, converted, tmp_path) -> None:
     found, recipe = converted(TEXTS[tool])
     assert found.tool == tool
     file = tmp_path / "ours.yaml"
@@ -307,7 +307,7 @@ optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 6e-4}}
     assert recipe["model"]["load_pretrained_weights"] is False
 
 
-def test_what_does_not_hold_here_is_left_and_told(converted) -> None:
+def test_what_does_not_hold_here_is_left_and_reported(converted) -> None:
     text = (
         AXOLOTL.replace("lora_r: 32", "lora_r: many") + "frobnicate: 3\nqat: {group_size: 32}\nseed: 42\nwandb_name:\n"
     )
@@ -376,7 +376,7 @@ def test_a_file_that_is_none_is_refused(text, said, refusal) -> None:
     assert said in problem.message
 
 
-def test_an_unknown_tool_is_told_what_was_looked_for(refusal) -> None:
+def test_an_unknown_tool_is_reported_with_what_was_looked_for(refusal) -> None:
     (problem,) = refusal("foo: 1\n").problems
     assert problem.expected is not None
     for sign in ("_component_", "base_model", "model_name_or_path", "train.micro_batch_size", "data.train.datasets"):
@@ -518,7 +518,7 @@ def test_minus_one_step_is_no_length(converted) -> None:
         ("model: {model_name: a/b}\ntraining: {trainer_type: TRL_SFT, save_steps: soon}\n", "training.save_steps"),
     ],
 )
-def test_a_value_of_another_kind_is_not_said_to_be_the_default(text, key, converted) -> None:
+def test_a_value_of_another_kind_is_not_called_the_default(text, key, converted) -> None:
     found, _ = converted(text)
     ((why, said),) = reasons(found, key)
     assert why is Why.ABSENT

@@ -53,7 +53,7 @@ def word(dice):
 
 
 @drawn(15, 15_000)
-def test_any_words_are_obeyed_or_refused(dice):
+def test_any_arguments_are_obeyed_or_refused(dice):
     verb = dice.choice(VERBS)
     words = [word(dice) for _ in range(1 if len(verb) == 1 else dice.randrange(1, 4))]
     run(*verb, *words)

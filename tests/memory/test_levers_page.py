@@ -24,7 +24,7 @@ def test_the_rows_that_claims_rest_on_exist():
     assert built - known == set()
 
 
-def test_a_measured_saving_is_shown_beside_its_setting_and_its_claim(tmp_path, monkeypatch):
+def test_a_measured_saving_is_shown_with_its_setting_and_its_claim(tmp_path, monkeypatch):
     figures = {"saved_bytes": 13 * 2**30, "saved_per_cent": 40.0, "tokens_per_second_per_cent": -15.9}
     setting = {"key": "training.enable_gradient_checkpointing", "value": "true", "base": "m1/base"}
     setting |= {"row": "m1/enable_gradient_checkpointing=true", "against_first": figures}

@@ -64,7 +64,7 @@ def test_unknown_rates_give_no_time() -> None:
         estimate_step([copy(1.0)], GPUParams(name="24gb"))
 
 
-def test_transfers_go_beside_the_work_and_bound_the_step_when_they_are_slower() -> None:
+def test_transfers_overlap_the_work_and_bound_the_step_when_they_are_slower() -> None:
     card = CARD.model_copy(update={"host_link_bytes_per_second": 1e10})
     work = [copy(1.0)] * 10
     hidden = estimate_step([*work, Operation("transfer", "forward", 0, 10**6, "")], card)

@@ -57,7 +57,7 @@ def test_values_that_are_not_finite_are_steps_and_no_values(tmp_path):
     assert len(run.metrics.trained("grad_norm").points) == 5
 
 
-def test_lines_that_are_not_whole_are_left_out_and_said(tmp_path):
+def test_lines_that_are_not_whole_are_left_out_and_reported(tmp_path):
     folder = make_run(tmp_path / "mine", [step(1), step(2)])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('[1]\n{"loss": 2}\n{"step": "3", "loss": 2}\n\n{"step": true}\n{"step": 3, "lo')
@@ -78,7 +78,7 @@ def test_of_two_lines_of_a_step_the_later_counts(tmp_path):
         ["config.yaml", "plan.json", "environment.json", "memory.json"],
     ),
 )
-def test_a_file_that_cannot_be_read_is_said_and_the_others_are_read(tmp_path, name, text):
+def test_a_file_that_cannot_be_read_is_reported_and_the_others_are_read(tmp_path, name, text):
     folder = make_run(tmp_path / "mine", [step(1)])
     write_memory(folder, 1)
     if text is None:
@@ -115,7 +115,7 @@ def test_numbers_of_another_kind_cost_no_page(tmp_path, name, value, monkeypatch
 
 @pytest.mark.parametrize("name", ["plan.json", "memory.json", "environment.json", "metrics.jsonl"])
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
-def test_a_file_that_is_nested_too_deep_is_said(tmp_path, name, text):
+def test_a_file_that_is_nested_too_deep_is_reported(tmp_path, name, text):
     folder = make_run(tmp_path / "mine", [step(1)])
     write_memory(folder, 1)
     (folder / "oom.txt").write_text("phase: backward\nstep: 1\n\ntorch.OutOfMemoryError: CUDA out of memory.\n")
@@ -134,7 +134,7 @@ def test_what_a_file_says_instead_is_named(tmp_path):
     assert read_run(folder).lacks == ("plan.json cannot be read: TypeError phases.terms.weights is 'many'",)
 
 
-def test_what_is_no_run_names_the_run_that_was_meant(tmp_path):
+def test_what_is_no_run_names_the_intended_run(tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     for name in ("mine", "mine-2"):
@@ -156,7 +156,7 @@ def test_what_is_no_run_names_the_run_that_was_meant(tmp_path):
         assert str(folder) in problem.message
 
 
-def test_a_recipe_beside_its_data_is_no_run(tmp_path):
+def test_a_recipe_next_to_its_data_is_no_run(tmp_path):
     (tmp_path / "config.yaml").write_text("training: {max_steps: 3}\n")
     with pytest.raises(RequestError, match="is no run folder"):
         read_run(tmp_path)

@@ -46,7 +46,7 @@ def done(tmp_path):
     return folder
 
 
-def test_everything_is_told(done):
+def test_everything_is_reported(done):
     page = page_of(done)
     found = text(page)
     assert drawings(page) == PLOTS
@@ -95,7 +95,7 @@ def test_each_plot_has_a_name_and_a_table(done):
     assert all("table" in rest[: rest.index("svg", 1) if "svg" in rest[1:] else None] for rest in last)
 
 
-def test_on_the_cpu_memory_is_not_drawn_and_that_is_said(tmp_path):
+def test_on_the_cpu_memory_is_not_drawn_and_that_is_reported(tmp_path):
     lines = [step(1), step(2)]
     folder = make_run(tmp_path / "mine", lines, on(None, "cpu"), {**ENVIRONMENT, "device": "cpu"})
     for has_memory in (False, True):
@@ -133,7 +133,7 @@ def test_a_run_without_steps_says_what_there_is_not(tmp_path):
     assert "config.yaml: No such file" in found
 
 
-def test_repairs_are_told_and_drawn(done):
+def test_repairs_are_listed_and_drawn(done):
     write_memory(done, 5, repairs=[REPAIR])
     page = page_of(done)
     assert "training.per_device_train_batch_size 4 -> 2 (backward of step 3): step undone and retried" in text(page)
@@ -141,7 +141,7 @@ def test_repairs_are_told_and_drawn(done):
     assert "the plan is for the last size" in text(page)
 
 
-def test_one_evaluation_is_told_once(tmp_path):
+def test_one_evaluation_is_reported_once(tmp_path):
     folder = make_run(tmp_path / "mine", [evaluation(0, 3.5), step(1)])
     assert "Held-out rows: 3.5 at step 0. " in text(page_of(folder))
 
@@ -153,12 +153,12 @@ def test_earlier_stops_are_named(done):
     assert f"tunesmith explain {done / 'oom-step-00000003.txt'}" in found
 
 
-def test_memory_that_grew_is_told(done):
+def test_memory_that_grew_is_reported(done):
     write_memory(done, 5, growth={"per_step": 40 << 20, "step": 5, "full_at": 90})
     assert "Memory that stays allocated grew by 40.0 MiB per step" in text(page_of(done))
 
 
-def test_a_card_far_larger_than_the_run_is_said_and_not_drawn(tmp_path):
+def test_a_card_far_larger_than_the_run_is_reported_and_not_drawn(tmp_path):
     for usable, is_drawn in ((90, True), (110, False)):
         page = page_of(make_run(tmp_path / str(usable), [step(1), step(2)], on(usable)))
         assert ('class="limit"' in page) is is_drawn
@@ -167,7 +167,7 @@ def test_a_card_far_larger_than_the_run_is_said_and_not_drawn(tmp_path):
     assert "How much of rtx4090_24gb is usable is not known" in text(page)
 
 
-def test_values_that_are_not_finite_are_told(tmp_path):
+def test_values_that_are_not_finite_are_reported(tmp_path):
     lines = [step(number, **({"loss": math.nan} if number > 2 else {})) for number in range(1, 10)]
     found = text(page_of(make_run(tmp_path / "mine", lines)))
     assert "Not finite, marked at the upper edge: training loss at steps 3, 4, 5, 6, 7 and 2 more." in found
@@ -199,7 +199,7 @@ def test_runs_of_any_length_make_a_small_page(tmp_path, count):
     assert f"{count:,} 2 2" in text(page) or count == 1, "the last evaluation has a row: its loss and its perplexity"
 
 
-def test_a_long_config_is_cut_and_that_is_said(done):
+def test_a_long_config_is_cut_and_that_is_reported(done):
     names = "".join(f"- class number {number}\n" for number in range(60_000))
     (done / "config.yaml").write_text(f"data:\n  labels:\n{names}")
     page = page_of(done)

@@ -99,7 +99,7 @@ def test_what_lies_beyond_the_line_is_red() -> None:
     assert not [span for span in fitting.spans if span.style == "red"]
 
 
-def test_unknown_speed_and_length_are_said() -> None:
+def test_unknown_speed_and_length_are_reported() -> None:
     assert "step            the speed of rtx4090_24gb is not known" in shown(replace(PLAN, step=None, run_hours=None))
     assert "not known: training.max_steps is not set" in shown(replace(PLAN, run_hours=None))
     without = shown(replace(PLAN, step=None), MEASURED).splitlines()

@@ -91,7 +91,7 @@ def test_what_is_sampled_is_an_answer_to_a_row(tmp_path: Path, monkeypatch: pyte
     assert "Be brief" in result.sample[0], "the one with room for an answer"
 
 
-def test_without_a_template_the_named_ones_are_told(tmp_path: Path) -> None:
+def test_without_a_template_the_named_ones_are_listed(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
         read_inputs(config(tmp_path, [{"messages": chat} for chat in CHATS]))
     (problem,) = caught.value.problems

@@ -115,7 +115,7 @@ def test_what_the_run_leaves_behind(straight: Path) -> None:
     assert all(set(line) == {"step", "eval_loss", "accuracy", "macro_f1"} for line in evaluated)
 
 
-def test_the_split_into_micro_batches_does_not_change_what_is_learnt(rows: Path, tmp_path: Path) -> None:
+def test_the_split_into_micro_batches_does_not_change_the_trained_weights(rows: Path, tmp_path: Path) -> None:
     made = [config(rows, tmp_path / str(size), per_device_train_batch_size=size, max_steps=4) for size in (4, 1)]
     for one in made:
         shape = {**(one.model.architecture or {}), "hidden_dropout_prob": 0.0}
@@ -131,7 +131,7 @@ def test_the_split_into_micro_batches_does_not_change_what_is_learnt(rows: Path,
         ({"multi_label": True}, "data.multi_label", "one class"),
     ],
 )
-def test_labels_that_are_not_what_was_said_are_refused(
+def test_labels_that_contradict_the_recipe_are_refused(
     rows: Path, tmp_path: Path, data: dict[str, Any], key: str, word: str
 ) -> None:
     with pytest.raises(RequestError, match=word) as error:

@@ -91,7 +91,7 @@ def test_equal_inputs_are_decomposed_once(tmp_path, monkeypatch):
     assert sorted(len(item.modules) for item in seen) == [1, 1, 2, 2], "v_proj is given what q_proj is, in two blocks"
 
 
-def test_components_that_do_not_settle_are_taken_as_they_are_and_said(tmp_path, monkeypatch, capsys):
+def test_components_that_do_not_converge_are_used_and_reported(tmp_path, monkeypatch, capsys):
     update, calls = components.Input.add, []
 
     def never_settled(item, *given):

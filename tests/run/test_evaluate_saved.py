@@ -71,7 +71,7 @@ def test_classes_are_those_of_the_run(tmp_path):
     assert evaluate_saved(run.folder, str(only_a)).rows == 1
 
 
-def test_what_cannot_be_evaluated_is_said(corpus, held_out, tmp_path):  # noqa: F811
+def test_what_cannot_be_evaluated_is_reported(corpus, held_out, tmp_path):  # noqa: F811
     made = config(corpus, tmp_path / "run", training={"max_steps": 1}, data={"eval_fraction": 0.0})
     train(made)
     with pytest.raises(RequestError, match="has held out no rows"):

@@ -20,7 +20,7 @@ def stop_at(step):
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_each_step_evaluation_and_checkpoint_is_told_once(corpus, tmp_path, async_save):  # noqa: F811
+def test_each_step_evaluation_and_checkpoint_is_reported_once(corpus, tmp_path, async_save):  # noqa: F811
     steps, evals, saved = [], [], []
     training = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "async_save": async_save, "save_total_limit": 9}
     hooks = Hooks(steps.append, evals.append, lambda folder: saved.append((folder.name, folder.is_dir())))

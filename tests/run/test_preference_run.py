@@ -71,7 +71,7 @@ def short_sample(monkeypatch):
 
 
 @pytest.mark.parametrize(("adapted", "loss"), thinned({"full": False, "lora": True}, LOSSES))
-def test_lower_case_is_learnt(files, tmp_path, loss, adapted):
+def test_lower_case_is_trained(files, tmp_path, loss, adapted):
     stronger = {"beta": 1.0} if loss == "orpo" else {}
     result = train(config(files, tmp_path / "run", loss, adapted=adapted, **stronger))
     first, last = result.evals[0], result.evals[-1]

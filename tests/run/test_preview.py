@@ -117,7 +117,7 @@ def test_packs_are_shown_document_by_document(tmp_path: Path) -> None:
     assert supervised(row) == [f" It is five.{END}"] * len(row.passages)
 
 
-def test_labels_of_other_tokens_are_told(tmp_path: Path) -> None:
+def test_labels_of_other_tokens_are_reported(tmp_path: Path) -> None:
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 9, 7]}, {"text": "two and two"}]
     written_rows = written(tmp_path, rows[:1])
     (tmp_path / "text.jsonl").write_text(json.dumps(rows[1]) + "\n")
@@ -194,7 +194,7 @@ class TestVerb:
         assert set(found["rows"][0]["passages"][0]) == {"name", "tokens", "supervised", "relabelled", "pieces"}
         assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
-    def test_a_page_that_cannot_be_written_is_told_after_the_rows(
+    def test_a_page_that_cannot_be_written_is_reported_after_the_rows(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         page = ["--html", "/dev/full"]

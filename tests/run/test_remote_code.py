@@ -83,13 +83,13 @@ def told(capsys) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_a_recipe_says_so_and_it_is_told_with_the_revision(base, recipe, capsys):
+def test_a_recipe_allows_it_and_it_is_reported_with_the_revision(base, recipe, capsys):
     assert main(["check", recipe(True), "gpu=cpu", "model.model_revision=abc123"]) == 0
     assert base[1].exists()
     assert f"code that comes with {base[0]} runs with your permissions (revision abc123)" in told(capsys)
 
 
-def test_no_code_runs_unless_it_is_said_and_the_key_is_named(base, recipe, capsys):
+def test_no_code_runs_unless_allowed_and_the_key_is_named(base, recipe, capsys):
     assert main(["check", recipe(False), "gpu=cpu", "--json"]) == 2
     errors = json.loads(capsys.readouterr().out)["errors"]
     assert any("model.trust_remote_code=true" in (error["expected"] or "") for error in errors)

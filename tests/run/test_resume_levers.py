@@ -142,7 +142,7 @@ def test_what_explain_calls_exact_goes_with_a_resume(optimizer):
         ("muon", {}),
     ],
 )
-def test_optimizers_of_the_same_rule_are_proposed_and_said_to_be_exact_with_the_same_states(optimizer, proposed):
+def test_optimizers_of_the_same_rule_are_proposed_and_called_exact_with_the_same_states(optimizer, proposed):
     run = tiny_config(gpu=H100, training={"optimizer": optimizer})
     found = {item.config.training.optimizer: item.exact for item in propose(run) if item.key == "training.optimizer"}
     assert proposed.items() <= found.items()

@@ -72,7 +72,7 @@ def test_a_resumed_run_has_each_sample_once(run, corpus, tmp_path):  # noqa: F81
     assert lines(tmp_path / "run") == lines(run)
 
 
-def test_what_memory_does_not_suffice_for_is_left_out_and_said(corpus, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_what_memory_does_not_suffice_for_is_left_out_and_reported(corpus, tmp_path, monkeypatch, capsys):  # noqa: F811
     def fails(self, ids):
         raise torch.OutOfMemoryError
 

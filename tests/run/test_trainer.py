@@ -118,7 +118,7 @@ def test_resuming_at_any_step_is_exact(corpus, straight, tmp_path, monkeypatch, 
     assert same(final_weights(tmp_path / "run"), weights)
 
 
-def test_workers_do_not_change_what_is_learnt(corpus, straight, tmp_path):
+def test_workers_do_not_change_the_trained_weights(corpus, straight, tmp_path):
     train(config(corpus, tmp_path / "run", data={"workers": 2}))
     assert multiprocessing.active_children() == [], "workers end with the run"
     assert metrics(tmp_path / "run") == straight[0]
@@ -126,7 +126,7 @@ def test_workers_do_not_change_what_is_learnt(corpus, straight, tmp_path):
 
 
 @pytest.mark.parametrize(("micro", "total"), first(1, [(4, 4), (1, 4)]))
-def test_the_split_into_micro_batches_does_not_change_what_is_learnt(corpus, tmp_path, micro, total):
+def test_the_split_into_micro_batches_does_not_change_the_trained_weights(corpus, tmp_path, micro, total):
     plain = {**GPT2, "resid_pdrop": 0.0}
     sizes = {"per_device_train_batch_size": micro, "global_batch_size": total}
     reference = config(corpus, tmp_path / "a", architecture=plain)
@@ -215,7 +215,7 @@ def test_a_dry_run_writes_nothing(corpus, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_taken_folder_is_not_touched_without_being_told(corpus, straight, tmp_path):
+def test_a_taken_folder_is_not_touched_without_overwrite(corpus, straight, tmp_path):
     _, _, folder = straight
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     with pytest.raises(RequestError, match="already holds a run"):
@@ -306,7 +306,7 @@ def test_a_stream_goes_on_where_it_stood(corpus, tmp_path, workers):
     assert same(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))
 
 
-def test_a_broken_row_of_a_stream_ends_the_run_with_what_was_learnt(corpus, tmp_path):
+def test_a_broken_row_of_a_stream_ends_the_run_and_saves_the_trained_weights(corpus, tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a few words"}\n' * 300 + '{"text": 5}\n')
     some = config(broken, tmp_path / "run", data={**STREAM, "packing": True}, training={"max_steps": 200})
@@ -317,7 +317,7 @@ def test_a_broken_row_of_a_stream_ends_the_run_with_what_was_learnt(corpus, tmp_
     assert [int(folder.name[5:]) for folder in checkpoints(tmp_path / "run")] == [step]
 
 
-def test_nothing_to_resume_is_said(corpus, tmp_path):
+def test_nothing_to_resume_is_reported(corpus, tmp_path):
     with pytest.raises(RequestError, match="there is no checkpoint"):
         train(config(corpus, tmp_path / "run"), resume=True)
 

@@ -81,7 +81,7 @@ def test_names_of_numbers_are_used_in_regression_and_nowhere_else():
     assert unused(data={"labels": ["price"]}) == {"data.labels": False}
 
 
-def test_each_idle_key_is_told_once_with_its_outermost_cause():
+def test_each_idle_key_is_reported_once_with_its_outermost_cause():
     peft = {"q_lora_bits": 8, "lora_target_modules": ["a", "b"], "rank_pattern": {"a": 4}}
     found = find_conflicts(TrainingConfig.model_validate({"peft": peft}), Needs())
     assert sorted(item.keys for item in found) == [(f"peft.{key}", "training.use_peft") for key in sorted(peft)]

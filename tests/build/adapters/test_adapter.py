@@ -95,7 +95,7 @@ def test_gpt2_has_no_q_proj():
     assert (first.nearest, second.nearest) == ("c_attn", "c_attn")
 
 
-def test_a_missing_name_beside_others_is_a_warning():
+def test_a_missing_name_among_others_is_a_warning():
     assembly = tiny_assembly(adapted(lora_target_modules=["q_proj", "v_porj"]))
     [caution] = assembly.adapter.cautions
     assert "'v_porj' names no module" in caution
@@ -128,7 +128,7 @@ def test_targets_are_names_or_one_expression(targets, modules):
         ({"lora_modules_to_save": ["lm_hed"]}, "lm_head"),
     ],
 )
-def test_words_that_name_no_module_lead_to_what_does(params, nearest):
+def test_names_of_no_module_lead_to_names_of_modules(params, nearest):
     with pytest.raises(RequestError) as error:
         tiny_assembly(adapted(**params))
     [problem] = error.value.problems
@@ -177,7 +177,7 @@ def test_the_plan_of_adapted_experts_is_what_is_built(architecture, width):
         slow({"method": "vera"}, "peft.peft_method=lora"),
     ],
 )
-def test_experts_left_out_are_said_with_the_setting_that_reaches_them(peft, said):
+def test_experts_left_out_are_reported_with_the_setting_that_reaches_them(peft, said):
     rehearsal = record(adapted(**peft, architecture=MOE))
     assert "experts 0%" in rehearsal.notes[0]
     assert said in " ".join(rehearsal.cautions)
@@ -219,7 +219,7 @@ def test_lora_plus_gives_b_its_own_rate():
     assert torch.allclose(fast, 16 * slow)
 
 
-def test_matrices_that_never_moved_are_said():
+def test_matrices_that_never_moved_are_reported():
     assembly = tiny_assembly(adapted())
     assert "14 LoRA B matrices are still zero" in describe_save_dtypes(assembly)[0]
     steps(assembly)
@@ -244,7 +244,7 @@ def test_a_prefix_is_not_recomputed():
 
 
 @pytest.mark.parametrize("method", chosen(("lora", "vera"), METHODS[:-2]))
-def test_whole_modules_beside_the_adapter(method):
+def test_whole_modules_next_to_the_adapter(method):
     assembly = tiny_assembly(adapted(method, lora_modules_to_save=["lm_head"]))
     verify(assembly)
     assert coverage(assembly.model)["head"] == 1
@@ -254,7 +254,7 @@ def test_whole_modules_beside_the_adapter(method):
 
 
 @pytest.mark.parametrize(("name", "is_shared"), [("wte", False), ("lm_head", True)])
-def test_an_embedding_that_is_trained_apart_from_its_head_is_said(name, is_shared):
+def test_an_embedding_trained_without_its_tied_head_is_reported(name, is_shared):
     """Peft ties what is trained whole to GPT-2's embedding only where the head is named."""
     assembly = tiny_assembly(adapted(architecture=GPT2, lora_modules_to_save=[name]))
     model = assembly.adapter.model.get_base_model()

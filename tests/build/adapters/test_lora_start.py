@@ -54,7 +54,7 @@ def test_another_start_than_asked_for_stops_the_run():
         verify(assembly)
 
 
-def test_frozen_factors_stay_and_the_others_learn_what_they_would_have_learnt():
+def test_frozen_factors_stay_and_the_others_train_as_they_would_have():
     """B starts at 0, so the first step moves no A either way."""
     plain, frozen = tiny_assembly(configured()), tiny_assembly(configured(lora_freeze_a=True))
     assert found(frozen)["peft.lora_freeze_a"] == "4 of 4"

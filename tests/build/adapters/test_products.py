@@ -74,7 +74,7 @@ def apart(assembly):
 
 
 @pytest.mark.parametrize(("method", "checkpoints"), thinned(["lora", "dora"], [False, True]))
-def test_layers_that_read_the_same_input_learn_together_what_they_learn_apart(method, checkpoints):
+def test_layers_that_read_the_same_input_train_together_as_they_do_separately(method, checkpoints):
     training = {"enable_gradient_checkpointing": checkpoints}
     both = (
         adapted(method, dtype="float32", training=training),

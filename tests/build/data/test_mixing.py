@@ -90,7 +90,7 @@ def test_rows_of_an_epoch_and_the_account_of_them(tokenizer: PreTrainedTokenizer
     assert f"75.0% {two[0]}: an epoch draws {found['A']} rows of 10" in said
 
 
-def test_the_run_as_a_whole_is_told(tokenizer: PreTrainedTokenizerFast, two: list[str]) -> None:
+def test_the_run_as_a_whole_is_reported(tokenizer: PreTrainedTokenizerFast, two: list[str]) -> None:
     training = {"max_steps": 100, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
     data = prepare_data(config(two, training=training), tokenizer)
     seen = sum(each.drawn * each.epochs for each in data.report.train.mixture)

@@ -86,7 +86,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize("family", first(8, [name for name in FAMILIES if name != "falcon"]))
-def test_flash_attention_is_told_where_documents_begin(family: str) -> None:
+def test_flash_attention_gets_the_starts_of_documents(family: str) -> None:
     """Two rows in a batch, where transformers finds no documents by itself (`_is_packed_sequence` takes one row)."""
     config = tiny_config(FAMILIES[family], data={"packing": True})
     assembly = tiny_assembly(config)
@@ -110,7 +110,7 @@ def test_flash_attention_is_told_where_documents_begin(family: str) -> None:
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_without_being_told_two_packed_rows_would_leak() -> None:
+def test_without_document_marks_two_packed_rows_would_leak() -> None:
     """The test above can fail: with `position_ids` alone transformers runs flash over each row as one document."""
     config = tiny_config(data={"packing": True})
     assembly = tiny_assembly(config)

@@ -326,7 +326,7 @@ class TestEvaluation:
         path = write_rows("a.jsonl", [{"text": "x y"}])
         assert refused(config(path, eval_fraction=0.5), tokenizer)[0].key == "data.eval_fraction"
 
-    def test_problems_of_both_are_told_at_once(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def test_problems_of_both_are_reported_at_once(self, tokenizer: PreTrainedTokenizerFast) -> None:
         found = refused(config("./a.jsonl", eval=[{"path": "./b.jsonl"}]), tokenizer)
         assert [problem.key for problem in found] == ["data.train[0]", "data.eval[0]"]
 

@@ -194,7 +194,7 @@ def test_broken_rows_leave_nothing_behind(
     assert not folder.exists()
 
 
-def test_a_write_that_fails_leaves_nothing_and_is_told(
+def test_a_write_that_fails_leaves_nothing_and_is_reported(
     path: str, tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

@@ -289,7 +289,7 @@ class TestPolicies:
 
 
 class TestRefusals:
-    def test_a_broken_row_is_told_when_its_block_is_read(
+    def test_a_broken_row_is_reported_when_its_block_is_read(
         self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     ) -> None:
         path = write_rows("a.jsonl", [{"text": f"row {number}"} for number in range(320)])
@@ -430,7 +430,7 @@ class TestAccount:
                 pass
             assert fresh.progress.account.report == straight.progress.account.report
 
-    def test_columns_and_remarks_of_later_blocks_are_told(
+    def test_columns_and_remarks_of_later_blocks_are_reported(
         self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -30,7 +30,7 @@ def _plain_environment(monkeypatch):
     torch._C._accelerator_setAllocatorSettings(before)
 
 
-def test_torch_is_given_what_is_asked_and_keeps_what_the_environment_says_beside(monkeypatch):
+def test_torch_gets_the_requested_settings_and_keeps_others_of_the_environment(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:[256:1,512:2], max_split_size_mb:64")
     choose_allocator(config(expandable_segments=True, max_split_size_mb=64))
     given = torch._C._accelerator_getAllocatorSettings()
@@ -93,7 +93,7 @@ def test_a_setting_that_is_not_in_effect_shows(monkeypatch):
     assert (other.asked, other.found) == ("512", "None")
 
 
-def test_a_setting_that_only_the_environment_makes_is_said(monkeypatch):
+def test_a_setting_that_only_the_environment_makes_is_reported(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     (reading,) = read_allocator_settings(on_a_card(monkeypatch))
     assert reading.holds

@@ -40,7 +40,7 @@ def losses(assembly, steps=2):
 
 
 @pytest.mark.slow
-def test_checkpoints_inside_a_compiled_model_break_graphs_which_is_said(uncompiled):
+def test_checkpoints_inside_a_compiled_model_break_graphs_which_is_reported(uncompiled):
     options = {**LORA, "peft": {"lora_dropout": 0.0}, "enable_gradient_checkpointing": True}
     expected = losses(build(compile=False, **options))
     assembly = build(scope="model", **options)

@@ -87,7 +87,7 @@ def test_without_the_package_a_plan_too_says_what_is_missing(monkeypatch):
         ),
     ],
 )
-def test_what_it_cannot_be_beside_is_refused(sections, key):
+def test_what_it_cannot_be_combined_with_is_refused(sections, key):
     config = TrainingConfig(training={"fp8": "rowwise", **sections.pop("training")}, **sections)
     assert any(
         {"training.fp8", key} <= set(item.keys) and not item.is_warning for item in find_conflicts(config, Needs())
@@ -184,7 +184,7 @@ def test_the_plan_of_a_base_in_fp8_has_half_its_bytes_and_needs_no_torchao(monke
         ({"gpu": {"count": 2}}, "gpu.count"),
     ],
 )
-def test_what_a_base_in_fp8_cannot_be_beside_is_refused(sections, key):
+def test_what_a_base_in_fp8_cannot_be_combined_with_is_refused(sections, key):
     config = TrainingConfig(training={"fp8": "rowwise", "use_peft": True}, **sections)
     assert any(
         {"training.fp8", key} <= set(item.keys) and not item.is_warning for item in find_conflicts(config, Needs())

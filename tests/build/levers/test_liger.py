@@ -47,7 +47,7 @@ def test_the_kernels_train_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_train_the_same_in_other_models_and_beside_other_levers() -> None:
+def test_the_kernels_train_the_same_in_other_models_and_with_other_levers() -> None:
     cases = interpreted()
     plain, wrong = cases.pop("products kept")
     check_equal(cases)

@@ -66,7 +66,7 @@ def test_all_at_once(base):
     assert [problem.expected for problem in inspect(asked(base)).problems] == ["0 or more", "more than 0"]
 
 
-def test_a_familys_own_name_is_told():
+def test_a_familys_own_name_is_reported():
     architecture = AutoConfig.for_model(**{**GPT2, "n_layer": 0})
     with pytest.raises(RequestError, match="the config has n_layer 0"):
         refuse_impossible_values(architecture, "the config", {})
@@ -86,7 +86,7 @@ def test_every_familys_own_defaults_are_possible(family):
         ("rope_parameters", {"rope_type": "nothing"}, "rope_parameters.rope_type is 'nothing', which it does not know"),
     ],
 )
-def test_a_name_that_transformers_does_not_know_is_told_once_with_its_key(base, key, value, told):
+def test_a_name_that_transformers_does_not_know_is_reported_once_with_its_key(base, key, value, told):
     change_config(base, **{key: value})
     (problem,) = inspect(asked(base)).problems
     assert problem.message.endswith(told)

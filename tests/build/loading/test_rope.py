@@ -127,6 +127,6 @@ def test_positions_that_are_learned_are_not_stretched():
         (["model.rope_scaling={factor: 2}"], "model.rope_scaling.rope_type"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_read(write, words, key):
+def test_what_cannot_be_is_reported_before_anything_is_read(write, words, key):
     report = check_request(write("model: {model_name: org/x}\n"), words, needs=TRAIN)
     assert [problem.key for problem in report.problems if "rope" in problem.key] == [key]

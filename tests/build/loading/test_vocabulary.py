@@ -114,7 +114,7 @@ def test_the_plan_has_as_many_weights_as_the_run(folder, base, peft):
     assert planned.trainable_parameters == sum(item.numel() for item in parameters if item.requires_grad)
 
 
-def test_an_adapter_trains_the_new_rows_unless_it_is_told_otherwise(folder):
+def test_an_adapter_trains_the_new_rows_unless_the_recipe_says_otherwise(folder):
     assembly = built(config(folder, peft={}))
     trained = {name: item for name, item in assembly.model.named_parameters() if item.requires_grad}
     rows = [item for name, item in trained.items() if "trainable_tokens_delta" in name]

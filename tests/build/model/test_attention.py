@@ -76,7 +76,7 @@ def test_kernels_agree(dtype):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6 if dtype == "float32" else 1e-2)
 
 
-def test_what_ran_unasked_is_said_and_leaves_the_random_state_alone():
+def test_kernels_that_ran_unrequested_are_reported_and_the_random_state_is_kept():
     assembly = tiny_assembly(tiny_config({**GPT2, "attn_pdrop": 0.5, "resid_pdrop": 0.5}))
     before = torch.get_rng_state()
     item = reading(assembly, "model.sdpa_backend")

@@ -25,7 +25,7 @@ def build(architecture):
 
 
 @BOTH
-def test_padding_does_not_change_what_is_said_of_a_row(architecture):
+def test_padding_does_not_change_the_answer_to_a_row(architecture):
     model, ids = build(architecture), torch.arange(1, 19).view(2, 9)
     padded = torch.cat([ids, torch.full((2, 4), 7)], 1)
     mask = (torch.arange(13) < 9).long().expand(2, 13)

@@ -75,7 +75,7 @@ def test_more_blocks_than_there_are_is_an_error():
     ("architecture", "names"),
     [(LLAMA, {"model.embed_tokens.weight"}), (GPT2, {"transformer.wte.weight", "transformer.wpe.weight"})],
 )
-def test_embeddings_is_a_word_for_all_of_them(architecture, names):
+def test_embeddings_is_a_name_for_all_of_them(architecture, names):
     assembly = tiny_assembly(tiny_config(architecture, model={"freeze_layers": ["embeddings"]}))
     assert frozen_names(assembly) == names
     (item,) = assembly.frozen

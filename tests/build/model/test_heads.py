@@ -150,7 +150,7 @@ def test_models_without_the_head_of_the_task_are_refused(architecture, task, key
     assert [problem.key for problem in error.value.problems] == [key]
 
 
-def test_a_head_beside_an_adapter_is_trained_even_where_other_modules_are_named():
+def test_a_head_next_to_an_adapter_is_trained_even_where_other_modules_are_named():
     peft = {"lora_target_modules": ["q_proj"], "lora_modules_to_save": ["embed_tokens"]}
     config = classifier(LLAMA, training={"use_peft": True}, peft=peft)
     model, _ = build_model(config, read_architecture(config), CPU)
@@ -163,7 +163,7 @@ def test_a_head_beside_an_adapter_is_trained_even_where_other_modules_are_named(
 
 
 @pytest.mark.parametrize("architecture", [BERT, LLAMA], ids=lambda item: item["model_type"])
-def test_the_head_beside_a_packed_base_is_not_packed(architecture):
+def test_the_head_of_a_quantized_base_is_not_quantized(architecture):
     pytest.importorskip("bitsandbytes")
     wide = {**architecture, "hidden_size": 64, "intermediate_size": 128}
     peft = {"q_lora": True, "lora_target_modules": ["all-linear"]}

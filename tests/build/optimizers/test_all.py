@@ -120,7 +120,7 @@ def test_an_optimizer_of_matrices_that_would_find_none_is_refused(choice, more, 
         tiny_assembly(tiny_config(WIDE, training=settings, model=model, peft=peft))
 
 
-def test_the_share_that_an_optimizer_treats_as_matrices_is_said():
+def test_the_share_that_an_optimizer_treats_as_matrices_is_reported():
     """Embeddings and head: 2 x 128 x 64; a block: 2 x 64 x 64 + 2 x 32 x 64 + 3 x 128 x 64; five norms of 64."""
     matrices = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
     share = matrices / (matrices + 2 * 128 * 64 + 5 * 64)

@@ -34,7 +34,7 @@ def texts(url: str, split: str = "train") -> list[str]:
     return [row["text"] for row in source.dataset]
 
 
-def test_a_file_is_read_and_where_it_is_kept_is_said(store, tmp_path):
+def test_a_file_is_read_and_its_location_reported(store, tmp_path):
     put(store, "/bucket/rows.jsonl", "a", "b")
     source = read_source(DatasetParams(path="memory://bucket/rows.jsonl"), KEY)
     assert [row["text"] for row in source.dataset] == ["a", "b"]
@@ -117,7 +117,7 @@ def test_a_driver_that_is_not_installed_is_named(scheme, monkeypatch):
         ("https://huggingface.co/datasets/o/n/blob/main/rows.jsonl", "is a page about a file"),
     ],
 )
-def test_what_is_not_there_or_not_read_is_told(store, url, message):
+def test_what_is_not_there_or_not_read_is_reported(store, url, message):
     store.pipe("/bucket/page.pdf", b"")
     with pytest.raises(RequestError, match=message):
         find_files(url, parse_split("train"), KEY)

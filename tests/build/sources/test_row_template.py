@@ -44,7 +44,7 @@ def test_a_template_that_is_one_column_takes_its_value(tmp_path):
     assert len(found.dataset) == 1
 
 
-def test_a_column_that_is_not_there_is_told_with_its_row_and_the_nearest(tmp_path):
+def test_a_column_that_is_not_there_is_reported_with_its_row_and_the_nearest(tmp_path):
     with pytest.raises(RequestError) as told:
         rows(tmp_path, {"text": "{{ titel }}!"}, {"title": "a"})
     [problem] = told.value.problems

@@ -144,7 +144,7 @@ class TestStandardLibrary:
 
 
 class TestForms:
-    def test_detection_is_told(self, write_rows: WriteRows) -> None:
+    def test_detection_is_reported(self, write_rows: WriteRows) -> None:
         path = write_rows("a.jsonl", [{"text": "x", "messages": CHAT}])
         source = read_source(DatasetParams(path=path), "data.train[0]")
         assert source.description == f"{path}: 1 row of `messages` (found by its columns)"
@@ -271,7 +271,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("stride", [11, slow(1)])
     @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-    def test_damaged_offsets_are_told_and_not_followed(self, name: str, stride: int, tmp_path: Path) -> None:
+    def test_damaged_offsets_are_reported_and_not_followed(self, name: str, stride: int, tmp_path: Path) -> None:
         table, path = pa.table({"text": ["a" * 40, "b" * 40, "c" * 40]}), tmp_path / name
         if name == "a.parquet":
             pq.write_table(table, path)
@@ -455,7 +455,7 @@ class TestCompressed:
         assert texts(str(tmp_path)) == texts(str(tmp_path / f"*.{kind}")) == ["one", "two"]
 
     @pytest.mark.parametrize("kind", ["gz", "zst", slow("bz2"), slow("xz")])
-    def test_cut_short_is_told_with_the_row(self, kind: str, tmp_path: Path) -> None:
+    def test_cut_short_is_reported_with_the_row(self, kind: str, tmp_path: Path) -> None:
         content = "".join(json.dumps({"text": hashlib.md5(b"%d" % row).hexdigest()}) + "\n" for row in range(30_000))
         path = tmp_path / f"a.jsonl.{kind}"
         whole = compressed(content.encode(), kind)
@@ -546,7 +546,7 @@ class TestHub:
     def _offline(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
-    def test_unreachable_is_told_briefly(self) -> None:
+    def test_unreachable_is_reported_briefly(self) -> None:
         (problem,) = problems("acme/chats")
         assert "no file or folder" in problem.message
         assert "huggingface.co cannot be reached from here" in problem.message

@@ -126,7 +126,7 @@ def test_neither_split_nor_chunks_change_the_gradients(loss, adapted):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_preferences_are_learnt_and_told(loss):
+def test_preferences_are_learned_and_reported(loss):
     asked = config(loss)
     assembly, batch = tiny_assembly(asked, steps=20), batch_of(loss)
     before = evaluate(assembly, [batch], lambda _: None)

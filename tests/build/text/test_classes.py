@@ -107,7 +107,7 @@ def test_a_table_may_say_by_how_much_an_answer_is_better(
         prepare_data(TrainingConfig.model_validate(document), make_tokenizer())
 
 
-def test_values_that_float32_makes_one_of_are_told_with_how_to_scale() -> None:
+def test_values_that_float32_makes_one_of_are_reported_with_how_to_scale() -> None:
     (told,) = coarse_values(texts([2e9 + step for step in range(200)]))
     assert "the 200 different values from 2000000000 to 2000000199 are 3 in float32, whose steps are 128 there" in told
     assert "subtract 2000000100 from them" in told
@@ -116,7 +116,7 @@ def test_values_that_float32_makes_one_of_are_told_with_how_to_scale() -> None:
     assert "are 3 in float32" in told
 
 
-def test_values_that_float32_holds_well_enough_are_not_told() -> None:
+def test_values_that_float32_holds_well_enough_are_not_reported() -> None:
     generator = np.random.default_rng(0)
     assert coarse_values(texts(generator.random(20_000).tolist())) == []
     assert coarse_values(texts([2e9] * 5 + [4e9])) == []

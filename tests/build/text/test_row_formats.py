@@ -445,7 +445,7 @@ def test_pairs_that_teach_nothing_are_left_out(prepare: Prepare) -> None:
     assert half.warnings == ("data.train: 50% of the rows of train are left out: both answers of a pair are the same",)
 
 
-def test_a_mapped_column_that_is_not_there_is_told_before_the_form_it_leaves(prepare: Prepare) -> None:
+def test_a_mapped_column_that_is_not_there_is_reported_before_the_form_it_leaves(prepare: Prepare) -> None:
     for columns, near in (({"label": "lable"}, "label"), ({"text": "txt"}, "text")):
         (problem,) = refused(prepare, [{"text": "a b", "label": "x"}], "classification", columns=columns)
         (name,) = columns.values()
@@ -472,7 +472,7 @@ def test_a_tokenizer_can_be_built_on_rows_of_every_form(write_rows: WriteRows) -
     }
 
 
-def test_a_thought_and_a_name_beside_a_call_without_content_are_kept() -> None:
+def test_a_thought_and_a_name_with_a_call_without_content_are_kept() -> None:
     (kept,) = read_messages([{**CALLED, "reasoning_content": "I add.", "name": None}])
     assert kept["reasoning_content"] == "I add."
     assert kept["content"] == ""

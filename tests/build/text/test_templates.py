@@ -234,7 +234,7 @@ def test_a_call_that_is_not_written_is_no_empty_answer(name: str, tokenizer_of: 
         assert str(row) == "the chat template does not write the tool call in message 3"
 
 
-def test_what_a_template_leaves_out_is_told(tokenizer_of: TokenizerOf) -> None:
+def test_what_a_template_leaves_out_is_reported(tokenizer_of: TokenizerOf) -> None:
     with_tools = Chat(TURNS.messages, TOOLS)
     (warning,) = check_chat(tokenizer_of("chatml"), [with_tools]).values()
     assert "does not write the `tools`" in warning
@@ -274,7 +274,7 @@ def test_other_content_that_a_template_drops_is_counted(
     assert row.remarks == remarks
 
 
-def test_a_system_message_that_a_template_refuses_is_said_so(tokenizer_of: TokenizerOf) -> None:
+def test_a_system_message_that_a_template_refuses_is_reported(tokenizer_of: TokenizerOf) -> None:
     (row,) = encode_chats(tokenizer_of("gemma2"), [WITH_SYSTEM])
     assert "System role not supported" in str(row)
 

@@ -130,14 +130,14 @@ class TestLoading:
         (tmp_path / "tokenizer_config.json").write_text("{}")
         assert "no vocabulary" in self.problem(model_name=str(tmp_path))
 
-    def test_broken_file_is_told_in_one_line(self, make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
+    def test_broken_file_is_reported_in_one_line(self, make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
         make_tokenizer().save_pretrained(tmp_path)
         (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 3}')
         message = self.problem(tokenizer_name=str(tmp_path))
         assert message.startswith("model.tokenizer_name: the tokenizer in ")
         assert len(message.splitlines()) == 1
 
-    def test_offline_hub_is_told_briefly_with_the_nearest_download(
+    def test_offline_hub_is_reported_briefly_with_the_nearest_download(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -47,7 +47,7 @@ def explained(phase, *levers, **known):
         ([], None),
     ],
 )
-def test_growth_is_told_from_lengths_and_from_one_rise(floors, growth):
+def test_growth_is_distinguished_from_lengths_and_from_one_rise(floors, growth):
     assert growth_per_step(floors) == growth
 
 

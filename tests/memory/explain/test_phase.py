@@ -28,7 +28,7 @@ def test_the_innermost_telling_frame_decides(case):
     assert explain_evidence(Evidence(stack(*calls))).phase == case["phase"]
 
 
-def test_the_first_optimizer_step_is_told_by_the_states_it_makes():
+def test_the_first_optimizer_step_is_recognized_by_the_states_it_makes():
     first = stack(TRAIN, (f"{LIB}/torch/optim/adam.py", "_init_group", 'state["exp_avg"] = torch.zeros_like(p)'))
     later = stack(TRAIN, (f"{LIB}/torch/optim/adam.py", "_fused_adam", "torch._fused_adamw_(params)"))
     assert [explain_evidence(Evidence(text)).is_first_step for text in (first, later)] == [True, False]

@@ -84,7 +84,7 @@ def test_states_on_the_host_are_looked_at_where_they_pay(usable: int) -> None:
     assert measure.calls < 180
 
 
-def test_of_structures_that_are_known_together_the_most_promising_is_told() -> None:
+def test_of_structures_known_together_the_most_promising_is_returned() -> None:
     """All that keep states on the host hang on one that is not: the first of them promises less than the best."""
     space = space_on(3000, FREE | {STATES}, OFF_THE_CARD)
     search = Search(space, Arithmetic())
@@ -168,7 +168,7 @@ def test_nothing_fits_is_known_after_the_strongest_levers() -> None:
 
 
 @pytest.mark.parametrize("usable", chosen((2600, 6000), [2600, 3500, 6000, 20000]))
-def test_what_is_told_of_bytes_is_not_below_the_plan(usable: int) -> None:
+def test_bytes_reported_are_not_below_the_plan(usable: int) -> None:
     """Of what was planned with few layers too, which without a plan of its kin is known by its allocated bytes alone: a
     tenth less than the upper end here."""
     space, planner = space_on(usable), Arithmetic()

@@ -42,7 +42,7 @@ def test_changes_add_up_from_the_request_to_the_proposal() -> None:
     assert all(change.exact for change in found.changes)
 
 
-def test_the_global_batch_is_kept_and_said() -> None:
+def test_the_global_batch_is_kept_and_reported() -> None:
     """8 x 4 x 2 = 64 in every proposal."""
     config = config_on(3000, per_device_train_batch_size=8, gradient_accumulation_steps=4, global_batch_size=None)
     config = config.model_copy(update={"gpu": config.gpu.model_copy(update={"count": 2})})
@@ -90,7 +90,7 @@ def test_what_changes_the_trajectory_comes_last_and_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_what_this_machine_has_no_room_for_is_said() -> None:
+def test_what_exceeds_this_machines_host_memory_is_reported() -> None:
     """2,280 MiB with states on the host, 1,000 without."""
     ample, full = found_on(config_on(2800)), found_on(config_on(2800), shortage=short_of(1100))
     assert ample.config.training.optimizer_offload == "host"

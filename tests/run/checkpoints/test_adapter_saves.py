@@ -60,7 +60,7 @@ def test_adapted_experts_are_saved(architecture, tmp_path):
 
 
 @pytest.mark.parametrize("method", UNLIKE)
-def test_an_adapter_goes_on_the_base_saved_beside_it(method, tmp_path):
+def test_an_adapter_is_applied_to_the_base_saved_next_to_it(method, tmp_path):
     assembly, expected, _ = trained(adapted(method, peft_save_mode="adapter_and_base_model"))
     export(assembly, TOKENIZER, tmp_path / "final")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "base_model")

@@ -61,9 +61,7 @@ def live(assembly):
         ["adamw_torch_fused", "schedule_free_adamw"],
     ),
 )
-def test_what_is_written_beside_steps_is_byte_for_byte_what_is_written_before_them(
-    tmp_path, optimizer, architecture, sections
-):
+def test_an_asynchronous_save_is_byte_for_byte_a_synchronous_one(tmp_path, optimizer, architecture, sections):
     """Twice, since the second save takes the copies' memory of the first."""
     training = {"optimizer": optimizer, "lr_scheduler_type": "constant", **sections.get("training", {})}
     assembly = tiny_assembly(tiny_config(architecture, **{**sections, "training": training}))
@@ -327,7 +325,7 @@ def runs_as_rank(corpus, folder) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-def test_two_ranks_save_beside_steps_what_they_save_before_them(corpus, tmp_path):  # noqa: F811
+def test_two_ranks_save_asynchronously_what_they_save_synchronously(corpus, tmp_path):  # noqa: F811
     script = "import sys; from tests.run.checkpoints.test_async_save import runs_as_rank; runs_as_rank(*sys.argv[1:])"
     both = ended(start(script, str(corpus), str(tmp_path)))
     assert [rank.code for rank in both] == [4, 4], both
@@ -381,7 +379,7 @@ def test_of_ranks_that_hold_copies_the_first_alone_copies():
     ("training", "reason"),
     [({}, "the only save is at the end"), ({"save_steps": 10, "max_steps": 10}, "after 10 steps")],
 )
-def test_it_is_refused_where_there_is_nothing_beside_it(training, reason):
+def test_it_is_refused_without_anything_to_overlap(training, reason):
     refused = find_conflicts(TrainingConfig(training={"async_save": True, **training}), Needs())
     found = [item for item in refused if item.keys == ("training.async_save", "training.save_steps")]
     assert len(found) == 1

@@ -176,7 +176,7 @@ def test_retention_deletes_the_oldest_after_the_newest_is_complete(tmp_path, mon
 
 
 @pytest.mark.parametrize("why", ["link", "permission", "left over", "notes"])
-def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_stays(tmp_path, monkeypatch, why):
+def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_stays(tmp_path, monkeypatch, why):
     assembly, said = tiny_assembly(tiny_config()), []
     old = save_checkpoint(tmp_path / "other", contents_of(assembly, 1), keep=1)
     target = tmp_path / "checkpoints" / "step-00000001"
@@ -354,7 +354,7 @@ def test_a_changed_digit_of_the_state_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[1]", "{}", "3", '{"format": 1, "step": 1}', "null"])
-def test_a_state_that_no_run_has_written_is_told(tmp_path, text):
+def test_a_state_that_no_run_has_written_is_reported(tmp_path, text):
     saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1), keep=1)
     (saved / "state.json").write_text(text)
     with pytest.raises(RequestError) as caught:

@@ -91,7 +91,7 @@ def test_it_is_done_first_where_there_is_little_room(corpus, tmp_path, order, mo
     assert order.index("saved") < len(order) - 2
 
 
-def test_one_that_fails_meanwhile_is_told_with_the_export_that_there_is(corpus, tmp_path, monkeypatch):  # noqa: F811
+def test_one_that_fails_meanwhile_is_reported_with_the_export_that_there_is(corpus, tmp_path, monkeypatch):  # noqa: F811
     def failing(*arguments, **options):
         raise SaveFailed("the disk is on fire.")
 

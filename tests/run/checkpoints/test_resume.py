@@ -77,7 +77,7 @@ def test_as_many_devices_in_other_groups_cut_a_step_otherwise() -> None:
         ("model.model_name", "no run can resume with another model.model_name", None),
     ],
 )
-def test_what_allow_cannot_allow_is_told(word: str, said: str, nearest: str | None) -> None:
+def test_what_allow_cannot_allow_is_reported(word: str, said: str, nearest: str | None) -> None:
     with pytest.raises(RequestError, match=said) as caught:
         check_allowed(["training.max_steps", "training.logging_steps", "data.train", "gpu.count", word])
     [problem] = caught.value.problems

@@ -181,7 +181,7 @@ def test_savings_that_are_not_known_in_time_have_no_figure(monkeypatch):
     assert all(lever["saves"] is None for lever in levers)
 
 
-def test_where_no_process_can_be_started_the_failure_is_told_without_figures(monkeypatch):
+def test_where_no_process_can_be_started_the_failure_is_reported_without_figures(monkeypatch):
     monkeypatch.setattr(plan_pool, "_COMMAND", ["/nowhere/python"])
     assert {lever["saves"] for lever in lever_savings(tiny_config(), make_plan(record(tiny_config())))} == {None}
 

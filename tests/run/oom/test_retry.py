@@ -306,7 +306,7 @@ def _weights(folder, corpus, micro, options):  # noqa: F811
     return load_file(checkpoint / "model.safetensors")
 
 
-def test_a_resumed_run_keeps_the_size_and_what_was_learnt(corpus, tmp_path, failing, monkeypatch):  # noqa: F811
+def test_a_resumed_run_keeps_the_size_and_the_trained_weights(corpus, tmp_path, failing, monkeypatch):  # noqa: F811
     failing({2: [100]})
     run(corpus, tmp_path / "straight", steps=5)
     failing({2: [100]})

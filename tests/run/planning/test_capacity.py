@@ -62,7 +62,7 @@ def test_what_an_earlier_run_holds_in_the_folder_is_room(tmp_path: Path, disk: S
         room.require_capacity(replace(PLAN, disk_bytes=3001), tmp_path)
 
 
-def test_both_shortages_are_said_at_once(
+def test_both_shortages_are_reported_at_once(
     tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "available_host_bytes", lambda: GIB)

@@ -51,7 +51,7 @@ def test_rehearsals_of_the_same_compiled_blocks_go_to_one_worker() -> None:
     assert [answer["rows"] for answer in answers] == [8, 1, 16]
 
 
-def test_work_is_shared_by_what_a_block_cannot_tell_apart() -> None:
+def test_configs_that_build_equal_blocks_share_work() -> None:
     assert shared_work(config()) is None
     assert shared_work(config(compiled=True)) == shared_work(config(layers=7, compiled=True, chunked_loss=16))
     others = [config(2, compiled=True), config(compiled=True, attn_implementation="eager")]
@@ -74,7 +74,7 @@ def test_one_rehearsal_serves_every_setting_of_the_allocator() -> None:
     assert memory.rehearsal is not before
 
 
-def test_a_worker_that_was_ended_is_told_and_replaced(monkeypatch: Any) -> None:
+def test_a_worker_that_was_ended_is_reported_and_replaced(monkeypatch: Any) -> None:
     ended = Noted(0)
     monkeypatch.setattr(ended, "answers", lambda: None)
     monkeypatch.setattr("framework.run.planning.plan_pool._Worker", lambda: Noted(7))
@@ -91,7 +91,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any], then: s
     monkeypatch.setattr(plan_pool, "_COMMAND", [sys.executable, "-c", code])
 
 
-def test_what_is_wrong_with_a_request_or_with_the_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_a_request_or_with_the_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tiny_config(training={"max_steps": 17})
     answering(monkeypatch, {"errors": [{"key": "a.b", "message": "is odd"}]})
     with pytest.raises(RequestError, match=r"a\.b: is odd"):

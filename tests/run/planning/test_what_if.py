@@ -107,7 +107,7 @@ def test_each_change_alone() -> None:
     assert found.b.peak.device_bytes == 6 * GIB
 
 
-def test_a_change_that_is_not_possible_alone_is_told_and_not_planned() -> None:
+def test_a_change_that_is_not_possible_alone_is_reported_and_not_planned() -> None:
     a = config(training={"global_batch_size": 4, "per_device_train_batch_size": 4})
     b = config(training={"per_device_train_batch_size": 3, "global_batch_size": 4, "optimizer": "sgd"})
     differing = ["training.per_device_train_batch_size", "training.optimizer"]

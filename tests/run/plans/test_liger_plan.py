@@ -52,7 +52,7 @@ def test_with_ligers_loss_the_plan_is_what_was_measured(
     assert plan(write, *words, ON).step_peak.allocated_bytes / GIB == pytest.approx(measured, rel=0.0001)
 
 
-def test_the_kernels_save_activations_beside_either_loss_and_take_time(write: Any) -> None:
+def test_the_kernels_save_activations_with_either_loss_and_take_time(write: Any) -> None:
     """1B, 4 x 2048: 4.06 GiB with all logits at once, where the rest of the peak is the loss."""
     plain, fused = plan(write, *PURE), plan(write, *PURE, ON)
     assert plain.step_peak.allocated_bytes / GIB == pytest.approx(32.104, abs=0.005)

@@ -66,7 +66,7 @@ def test_a_packed_run_says_what_it_does(texts: Any, tmp_path: Any, capsys: pytes
     assert "after step 1: data.packing = true (positions of the first step: " in said
 
 
-def test_tokens_are_positions_and_every_row_is_learnt_once_an_epoch(texts: Any, tmp_path: Any) -> None:
+def test_tokens_are_positions_and_every_row_is_trained_on_once_an_epoch(texts: Any, tmp_path: Any) -> None:
     """Supervised tokens of an epoch are those of the unpacked run; the positions are far fewer."""
     epoch = {"max_steps": None, "num_train_epochs": 1}
     run(texts, tmp_path / "packed", training=epoch)
@@ -151,7 +151,7 @@ class TestPlan:
         angles = 2 * 4 * 512 * 16
         assert with_mask - without == pytest.approx(mask + copies + angles, rel=0.02)
 
-    def test_the_kernel_that_a_mask_allows_is_said(self) -> None:
+    def test_the_kernel_that_a_mask_allows_is_reported(self) -> None:
         assumptions = self.plan().assumptions
         assert "attention runs as scaled_dot_product_cudnn_attention" in assumptions
         assert any(

@@ -126,7 +126,7 @@ def test_a_plan_for_the_cpu_counts_resident_bytes_and_says_so() -> None:
     assert workers.host_bytes == made.host_bytes + 3 * WORKER_BYTES
 
 
-def test_the_batch_and_the_length_are_said() -> None:
+def test_the_batch_and_the_length_are_reported() -> None:
     made = plan(LLAMA, 64, training={"per_device_train_batch_size": 4, "max_steps": 100})
     assert any("64 tokens long, 4 rows" in said for said in made.assumptions)
     assert made.step is not None
@@ -224,7 +224,7 @@ def test_each_pass_waits_for_the_blocks_that_come_from_the_host(share: float, lo
     assert (away.step.bound_by == "communication") == (share > 0.5)
 
 
-def test_what_the_step_time_leaves_out_is_said() -> None:
+def test_what_the_step_time_leaves_out_is_reported() -> None:
     made = plan(
         LLAMA, 64, training={"enable_gradient_checkpointing": True, "gradient_checkpointing_policy": "save_attention"}
     )

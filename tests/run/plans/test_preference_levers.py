@@ -47,7 +47,7 @@ def plain():
         },
     ),
 )
-def test_a_lever_changes_nothing_that_is_learnt(plain, adapted, sections):
+def test_a_lever_does_not_change_the_trained_weights(plain, adapted, sections):
     half = "fp16" in str(sections)
     assert run(adapted, **sections) == pytest.approx(plain[adapted], rel=2e-2 if half else 1e-4)
 

@@ -37,7 +37,7 @@ def test_the_frozen_copy_is_in_the_plan_and_a_loss_without_a_reference_has_none(
     assert not any("reference" in line for line in orpo.assumptions)
 
 
-def test_beside_an_adapter_the_reference_costs_no_weights():
+def test_with_an_adapter_the_reference_costs_no_weights():
     lora = {"use_peft": True}
     with_reference, without = (
         planned({**lora, "preference": {"loss_type": loss}}, peft={"lora_target_modules": ["all-linear"]})

@@ -84,7 +84,7 @@ def test_what_the_page_says_of_groups_is_so() -> None:
         assert str(config.batch) in PAGE
 
 
-def test_what_is_refused_beside_several_ranks_is_named() -> None:
+def test_what_is_refused_with_several_ranks_is_named() -> None:
     asked = {
         "training": {
             **{"on_oom": "shrink", "optimizer_in_backward": True, "enable_gradient_checkpointing": True},

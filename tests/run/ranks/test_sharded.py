@@ -252,7 +252,7 @@ def test_a_prompt_is_exported_whole(found):
     assert torch.equal(tensors["prompt_embeddings"], after["prompt_encoder.default.embedding.weight"])
 
 
-def test_parts_written_beside_steps_are_those_written_before_them(found):
+def test_shards_written_asynchronously_are_those_written_synchronously(found):
     folder, ranks = found
     assert [rank["beside"] for rank in ranks] == ["", ""]
     one, other = (
@@ -263,7 +263,7 @@ def test_parts_written_beside_steps_are_those_written_before_them(found):
     assert one == other
 
 
-def test_a_rank_that_cannot_write_beside_steps_is_named_on_every_rank(found):
+def test_a_rank_that_cannot_write_asynchronously_is_named_on_every_rank(found):
     folder, ranks = found
     for rank in ranks:
         assert "rank 1 could not write" in rank["full disk"]
@@ -271,7 +271,7 @@ def test_a_rank_that_cannot_write_beside_steps_is_named_on_every_rank(found):
     assert [path.name for path in checkpoints(folder / "beside")] == ["step-00000002"]
 
 
-def test_what_the_first_rank_gathers_and_writes_beside_steps_is_what_the_parts_add_up_to(found):
+def test_what_the_first_rank_gathers_and_writes_asynchronously_equals_the_shards_together(found):
     folder, ranks = found
     assert [rank["gathered"] for rank in ranks] == ["", ""]
     whole = folder / "gathered" / "checkpoints" / "step-00000002"

@@ -30,7 +30,7 @@ def press(number: object = signal.SIGINT, *_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
-def test_either_signal_is_told_in_the_words_of_the_innermost(number):
+def test_either_signal_is_reported_by_the_innermost_handler(number):
     before = signal.getsignal(signal.SIGTERM)
     with (
         pytest.raises(Interrupted, match="inner"),

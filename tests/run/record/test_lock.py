@@ -36,7 +36,7 @@ def holder(tmp_path):
     process.stdout.close()
 
 
-def test_the_second_is_told_host_and_process(tmp_path, holder):
+def test_the_second_run_is_refused_with_host_and_process_of_the_first(tmp_path, holder):
     who = f"process {holder.pid} on {socket.gethostname()} is training in"
     with pytest.raises(RequestError, match=who), only_run(tmp_path):
         pass
@@ -72,7 +72,7 @@ def other_host(folder, age):
     os.utime(folder / FILE, (time.time() - age,) * 2)
 
 
-def test_another_host_whose_heart_beats_is_told(tmp_path, monkeypatch):
+def test_another_host_whose_lock_is_fresh_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.5)
     monkeypatch.setattr(lock, "STALE", 200.0)
     other_host(tmp_path, 1)

@@ -42,7 +42,7 @@ def test_lines_wait_for_room_and_are_written_in_order(tmp_path, disk):
 
 
 @pytest.mark.parametrize("has_elsewhere", [False, True])
-def test_what_still_waits_at_the_end_goes_elsewhere_or_is_said(tmp_path, disk, has_elsewhere):
+def test_lines_still_waiting_at_the_end_go_elsewhere_or_are_reported(tmp_path, disk, has_elsewhere):
     said = []
     log = MetricsLog(tmp_path, said.append)
     disk["room"] = 0

@@ -26,7 +26,7 @@ def repository(tmp_path, monkeypatch):
     return Path.cwd()
 
 
-def test_the_commit_is_told_and_whether_files_differ(repository, monkeypatch):
+def test_the_commit_is_recorded_and_whether_files_differ(repository, monkeypatch):
     head = git("rev-parse", "HEAD")
     assert describe_revision() == head
     os.utime("a.txt", (1, 1))  # touched, and the same

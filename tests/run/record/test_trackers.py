@@ -98,7 +98,7 @@ def test_one_that_does_not_start_is_an_error_before_the_first_step(package, tmp_
 
 
 @pytest.mark.parametrize("package", ["wandb"], indirect=True)
-def test_one_that_fails_later_is_left_out_and_said(package, tmp_path, monkeypatch):
+def test_one_that_fails_later_is_left_out_and_reported(package, tmp_path, monkeypatch):
     _, told = package
     said = []
     trackers = Trackers(config("wandb"), RunFolder(tmp_path), said.append)

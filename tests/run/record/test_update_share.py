@@ -56,7 +56,7 @@ def test_the_default_moves_nearly_every_element_and_every_norm(run):
     assert "trained elements" not in said
 
 
-def test_small_updates_of_plain_bfloat16_round_away_and_it_is_said(run):
+def test_small_updates_of_plain_bfloat16_round_away_and_it_is_reported(run):
     share, norms, _, said = run(PURE, learning_rate=6e-6, mixed_precision_dtype="none", optimizer="adamw_torch_fused")
     assert share < 0.1
     assert norms == 0
@@ -86,7 +86,7 @@ def test_a_share_is_of_elements_not_of_tensors():
     assert elements.measure().all == pytest.approx(0.375, abs=0.01)
 
 
-def test_a_run_in_float32_that_stands_still_is_told_its_rate():
+def test_a_stalled_run_in_float32_is_reported_with_its_learning_rate():
     config = TrainingConfig(training={"learning_rate": 1e-12})
     assert "only 0.0% of the trained elements changed" in caution(Moved(0.0, None), config)
     assert "1e-12" in caution(Moved(0.0, None), config)

@@ -46,6 +46,6 @@ def test_mfu_is_flops_over_what_the_card_can_make(dtype, precision, rate):
     }
 
 
-def test_without_rates_or_a_plan_less_is_said():
+def test_without_rates_or_a_plan_less_is_reported():
     assert planned_series(config(), None, 1, 1.0) == {}
     assert "mfu" not in planned_series(config(), Planned(), 1, 1.0)

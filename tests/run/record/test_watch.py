@@ -38,7 +38,7 @@ def watch(monkeypatch):
     return see
 
 
-def test_a_leak_is_told_within_20_steps_with_its_rate_and_the_step_of_death(watch):
+def test_a_leak_is_reported_within_20_steps_with_its_rate_and_the_step_of_death(watch):
     told = watch([GIB + 40 * MIB * step for step in range(60)], headroom=40 * MIB * 100 + 5)
     assert told == [(15, Growth(40 * MIB, 15, 115))]
     assert str(told[0][1]).startswith(
@@ -47,7 +47,7 @@ def test_a_leak_is_told_within_20_steps_with_its_rate_and_the_step_of_death(watc
 
 
 @pytest.mark.parametrize(("leak", "noise"), [(20, 100), (40, 100), (5, 5)])
-def test_a_leak_is_told_beneath_lengths_that_vary(watch, leak, noise):
+def test_a_leak_is_reported_beneath_lengths_that_vary(watch, leak, noise):
     drawn = random.Random(leak)
     floors = [GIB + leak * MIB * step + drawn.randrange(noise * MIB) for step in range(40)]
     step, growth = watch(floors)[0]
@@ -55,7 +55,7 @@ def test_a_leak_is_told_beneath_lengths_that_vary(watch, leak, noise):
     assert growth.per_step == pytest.approx(leak * MIB, rel=0.5)
 
 
-def test_a_leak_that_begins_late_is_told_within_20_steps(watch):
+def test_a_leak_that_begins_late_is_reported_within_20_steps(watch):
     told = watch([GIB] * 100 + [GIB + 40 * MIB * step for step in range(40)])
     assert 100 < told[0][0] <= 100 + STEPS
 
@@ -77,13 +77,13 @@ def test_a_leak_that_begins_late_is_told_within_20_steps(watch):
     ],
     ids=["level", "lengths", "cycle", "once", "rest", "slowly", "slower", "stairs", "records", "falls", "counters"],
 )
-def test_what_is_no_leak_is_not_told(watch, floors):
+def test_what_is_no_leak_is_not_reported(watch, floors):
     assert watch(floors) == []
 
 
 @pytest.mark.parametrize("noise", [1, 256])
 @pytest.mark.parametrize("every", [8, 25, 40])
-def test_a_leak_in_stairs_is_told_at_the_third(watch, every, noise):
+def test_a_leak_in_stairs_is_reported_at_the_third(watch, every, noise):
     """3 GiB more every so many steps, such as after each evaluation: told once, within two steps of the third rise."""
     drawn = random.Random(every)
     floors = [GIB + step // every * 3 * GIB + drawn.randrange(noise * MIB) for step in range(5 * every)]
@@ -94,7 +94,7 @@ def test_a_leak_in_stairs_is_told_at_the_third(watch, every, noise):
     assert growth.per_step == pytest.approx(3 * GIB / every, rel=0.1)
 
 
-def test_it_is_told_again_when_the_end_is_near(watch, monkeypatch):
+def test_it_is_reported_again_when_the_end_is_near(watch, monkeypatch):
     room = {"left": 4000 * MIB}
 
     def headroom(meter):

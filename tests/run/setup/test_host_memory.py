@@ -76,7 +76,7 @@ def loading_as_rank(rows: str, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_holds_the_whole_model_is_told(
+def test_a_rank_that_holds_the_whole_model_is_reported(
     corpus: Path,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

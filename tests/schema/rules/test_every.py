@@ -217,7 +217,7 @@ def test_what_has_no_effect_is_warned_about(sections, key):
     assert conflict.is_warning
 
 
-def test_a_key_written_as_its_default_is_not_warned_about_beside_its_switch():
+def test_a_key_written_as_its_default_is_not_warned_about_with_its_switch():
     assert not conflicts(peft={"lora_r": 8}, training={"use_peft": False}, fsdp={"enable_fsdp": False})
 
 
@@ -243,7 +243,7 @@ def test_settings_of_a_quantized_base_are_idle_without_one():
     assert found[0].message == "has no effect: peft.q_lora is false"
 
 
-def test_emptying_the_cache_is_said_to_lower_no_peak():
+def test_emptying_the_cache_is_reported_to_lower_no_peak():
     key, card = "training.empty_device_cache_steps", {"name": "h100_80gb", "capability": "9.0"}
     often, seldom = (
         conflicts(gpu=card, training={"empty_device_cache_steps": steps})[key].message for steps in (1, 50)
@@ -334,7 +334,7 @@ def test_a_base_on_the_host_is_refused_with_what_it_does_not_go_with(sections, o
     assert not find_conflicts(plain, Needs())
 
 
-def test_copies_of_a_float32_base_under_autocast_are_said():
+def test_copies_of_a_float32_base_under_autocast_are_reported():
     card = {"name": "h100_80gb", "capability": "9.0"}
     training = {"use_peft": True, "mixed_precision_dtype": "bf16"}
     model = {"offload_frozen_base": True, "torch_dtype_str": "float32"}
@@ -378,7 +378,7 @@ def test_ligers_kernels_are_refused_with_what_they_do_not_go_with(training, othe
     assert key not in conflicts(gpu=card, model=model, training=allowed)
 
 
-def test_ligers_kernels_without_the_loss_that_builds_no_logits_are_said():
+def test_ligers_kernels_without_the_loss_that_builds_no_logits_are_reported():
     """Unset, the loss goes over chunks by itself."""
     found = conflicts(model={"enable_liger_kernel": True, "chunked_loss": False})["model.chunked_loss"]
     assert found.is_warning
@@ -398,7 +398,7 @@ def test_ligers_kernels_without_the_loss_that_builds_no_logits_are_said():
         ({"peft": {"lora_r": 8}, "training": {"use_peft": True}}, set()),
     ],
 )
-def test_a_default_that_is_written_without_its_switch_is_told(sections, idle):
+def test_a_default_that_is_written_without_its_switch_is_reported(sections, idle):
     """Who writes `peft: {lora_r: 8}` and nothing else believes that an adapter is trained. A run's `config.yaml`, which
     writes every value, says of each switch that it is off."""
     config = TrainingConfig.model_validate(sections)
@@ -421,7 +421,7 @@ def test_a_default_that_is_written_without_its_switch_is_told(sections, idle):
         ("adamw_torch_fused", {"peft_method": "vera"}, None),
     ],
 )
-def test_optimizers_of_matrices_are_refused_beside_adapters_that_have_none(optimizer, peft, refused):
+def test_optimizers_of_matrices_are_refused_with_adapters_that_have_none(optimizer, peft, refused):
     found = conflicts(training={"optimizer": optimizer, "use_peft": True}, peft=peft).values()
     keys = [conflict.keys for conflict in found if "training.optimizer" in conflict.keys and not conflict.is_warning]
     assert keys == ([] if refused is None else [refused])

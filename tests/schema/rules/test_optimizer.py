@@ -129,6 +129,6 @@ def test_one_row_cannot_shrink():
 
 
 @pytest.mark.parametrize(("rate", "told"), [(0, ["training.learning_rate"]), (1e-9, [])])
-def test_a_rate_of_0_is_told(rate, told):
+def test_a_rate_of_0_is_reported(rate, told):
     found = conflicts(warnings=True, training={"learning_rate": rate})
     assert [each.keys[0] for each in found if "no weight will change" in each.message] == told

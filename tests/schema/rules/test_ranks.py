@@ -16,7 +16,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("key", "sections"), CASES)
-def test_what_works_on_one_device_alone_is_refused_beside_several(key: str, sections: dict[str, object]) -> None:
+def test_what_works_on_one_device_only_is_refused_on_several(key: str, sections: dict[str, object]) -> None:
     [found] = ranks_conflicts(TrainingConfig.model_validate({**sections, "gpu": {"count": 2}}))
     assert found.keys == (key, "gpu.count")
     assert not found.is_warning

@@ -57,7 +57,7 @@ def test_what_cannot_be_sharded_is_refused_with_what_can(sections, key, works):
 @pytest.mark.parametrize(
     ("held", "count", "adamw"), [("float32", 2, "3.7"), ("bfloat16", 2, "1.9"), ("float32", 8, "0.9")]
 )
-def test_what_can_be_sharded_is_told_with_its_states(held, count, adamw):
+def test_what_can_be_sharded_depends_on_its_states(held, count, adamw):
     """Float32 weights have two moments of 4 bytes, 8e9 bytes of a billion weights: 7.45 GiB over the devices."""
     found = conflicts(count, training={"optimizer": "paged_adamw_8bit"}, model={"torch_dtype_str": held})
     assert f"adamw_torch_fused ({adamw} GiB" in found["training.optimizer"].expected
