@@ -16,7 +16,7 @@ import sys, time
 from framework import activity
 from framework.terminal import visible_streams
 
-said, put = [], activity._Activity._put
+written, put = [], activity._Activity._put
 
 class Clock:
     now = 0.0
@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 def noted(line, text):
-    said.extend([text] * ("working" in text))
+    written.extend([text] * ("working" in text))
     put(line, text)
 
 def passes(seconds):
@@ -35,7 +35,7 @@ def passes(seconds):
 
 def until(count):
     "That many lines in all: the thread may get no turn for a while."
-    while len(said) < count:
+    while len(written) < count:
         time.sleep(0.01)
 
 clock = activity.time = Clock()
@@ -70,7 +70,7 @@ def test_in_a_pipe_there_is_a_line_within_a_second_and_no_other_for_a_while() ->
     code = """
 with activity.shown('reading'):
     passes(0.4)
-    assert not said
+    assert not written
     passes(0.2)
     until(1)
     passes(9)
@@ -135,7 +135,7 @@ with activity.shown('reading'), visible_streams():
 def test_a_bar_shows_it_in_its_own_line() -> None:
     code = """
 activity.FIRST = 100
-with activity.shown('reading'), activity.drawn_by(lambda text: said.append(text) or print('bar:', text)):
+with activity.shown('reading'), activity.drawn_by(lambda text: written.append(text) or print('bar:', text)):
     activity.now('saving', is_long=True)
     passes(200)
     until(2)
@@ -144,14 +144,14 @@ with activity.shown('reading'), activity.drawn_by(lambda text: said.append(text)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         *(("train a.yaml", True), ("fit a.yaml gpu=24gb", True), ("train a.yaml --quiet", False)),
         *(("check a --quick", False), ("plan --help", False), ("list gpus", True), ("levers", True), ("", False)),
     ],
 )
-def test_commands_that_are_waited_for(words: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_are_waited_for(arguments: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert _is_long(words.split()) is expected
+    assert _is_long(arguments.split()) is expected
     monkeypatch.setenv("RANK", "1")
-    assert not _is_long(words.split()), "the first of several says it"
+    assert not _is_long(arguments.split()), "the first of several says it"

@@ -121,13 +121,13 @@ def test_both_names_load_no_torch_and_run_as_modules(tmp_path) -> None:
     assert not (installed / "framework" / "alias").exists()
     code = "import tunesmith, sys; tunesmith.plan, tunesmith.TrainingConfig; print('torch' in sys.modules, {})"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    for words, said in (
+    for arguments, message in (
         (["-c", code.format("tunesmith.__file__")], f"False {installed / 'tunesmith' / '__init__.py'}\n"),
         (["-m", "tunesmith", "list", "gpus"], "h100_80gb"),
     ):
-        command = [sys.executable, *words]
+        command = [sys.executable, *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        assert said in done.stdout
+        assert message in done.stdout
 
 
 def test_a_module_of_the_same_name_does_not_hide_a_function() -> None:
@@ -192,10 +192,10 @@ def test_the_page_does_what_it_shows(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(plan_pool.Rehearsals, "tried", lambda _, asked: [PLAN] * len(asked))
     asked = inspect.signature(api.fit)
     found = Found(config, PLAN, None, (), (), 1, 1)
-    monkeypatch.setattr(api, "fit", lambda *words, **names: asked.bind(*words, **names) and found)
+    monkeypatch.setattr(api, "fit", lambda *arguments, **names: asked.bind(*arguments, **names) and found)
     trained, wanted = api.train, []
     monkeypatch.setattr(
-        api, "train", lambda *words, **names: wanted.append(names) or trained(*words, **names, plan=False)
+        api, "train", lambda *arguments, **names: wanted.append(names) or trained(*arguments, **names, plan=False)
     )
     page = (ROOT / "docs" / "python.md").read_text()
     names: dict[str, typing.Any] = {}
@@ -208,10 +208,10 @@ def test_the_page_does_what_it_shows(tmp_path, monkeypatch, capsys) -> None:
     assert [folder.name for folder in names["saved"]] == ["step-00000010", "step-00000020"]
     assert len(names["losses"]) == run.steps == 20
     assert [value["eval_loss"] for value in run.evals] == names["evals"]
-    said = capsys.readouterr().out
-    assert f"<RunResult: 20 steps in {run.folder}, eval_loss " in said
-    assert "True True step-00000020" in said
-    assert "True 128 32" in said
+    output = capsys.readouterr().out
+    assert f"<RunResult: 20 steps in {run.folder}, eval_loss " in output
+    assert "True True step-00000020" in output
+    assert "True 128 32" in output
     assert names["page"].read_text().startswith("<!DOCTYPE html>")
     own = names["own"].folder
     assert json.loads((own / "environment.json").read_text())["optimizer"] == "torch.optim.radam.RAdam"

@@ -11,8 +11,8 @@ from framework.schema.config import TrainingConfig
 GOOD = "model: {model_name: a}\ndata: {train: [{path: user/set}]}\n"
 
 
-def report(recipe, *words, needs=CHECK):
-    found = check_request(recipe, words, needs=needs)
+def report(recipe, *arguments, needs=CHECK):
+    found = check_request(recipe, arguments, needs=needs)
     return {problem.key: problem for problem in found.problems}, {warning.key for warning in found.warnings}
 
 
@@ -77,8 +77,8 @@ def test_a_section_of_a_section_that_is_written_empty_has_its_place(write):
 @pytest.mark.parametrize("name", ["x" * 9000, "~nobody-here/model"])
 @pytest.mark.parametrize("key", ["model.model_name", "peft.adapter_path"])
 def test_a_name_that_no_folder_can_have_is_a_problem_among_others(write, key, name):
-    words = ["gpu=cpu", "model=qwen3_0.6b", f"{key}={name}", "training.seed=x"]
-    assert "training.seed" in {problem.key for problem in check_request(write("{}\n"), words).problems}
+    overrides = ["gpu=cpu", "model=qwen3_0.6b", f"{key}={name}", "training.seed=x"]
+    assert "training.seed" in {problem.key for problem in check_request(write("{}\n"), overrides).problems}
 
 
 def test_missing_files_show_the_written_and_the_absolute_path_to_verbs_that_need_them(write):

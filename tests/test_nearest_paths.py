@@ -44,7 +44,7 @@ def test_endings_make_no_names_alike(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("arguments", "meant"),
     [
         (["explain", "runs/mine_1.lo"], "runs/mine_1.log"),
         (["explain", "runs/mine_1.log", "--run", "runs/mine"], "runs/mine_2"),
@@ -59,8 +59,8 @@ def test_endings_make_no_names_alike(here: Path) -> None:
         (["data", "quickstart", "model.tokenizer_name=./run"], "./runs"),
     ],
 )
-def test_every_verb_names_it(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], meant: str) -> None:
-    assert main([*words, *(["--json"] if words[0] in ("explain", "data", "plan", "fit") else [])]) == 2
+def test_every_verb_names_it(here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], meant: str) -> None:
+    assert main([*arguments, *(["--json"] if arguments[0] in ("explain", "data", "plan", "fit") else [])]) == 2
     out, err = capsys.readouterr()
     if out:
         assert meant in [problem["nearest"] for problem in json.loads(out)["errors"]]

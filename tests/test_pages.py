@@ -65,7 +65,7 @@ TYPED = [(page, words) for page in PAGES for words in commands(page)]
 
 def test_each_page_has_a_recipe_and_commands_are_found() -> None:
     assert {page for page, _ in RECIPES} == set(PAGES)
-    assert {words.split()[0] for _, words in TYPED} >= {"data", "check", "train", "predict"}
+    assert {arguments.split()[0] for _, arguments in TYPED} >= {"data", "check", "train", "predict"}
 
 
 @pytest.mark.parametrize(("page", "text"), RECIPES)
@@ -81,9 +81,9 @@ def test_what_is_to_be_written_passes_the_check_and_reads_its_rows(page, text, w
     assert len(read_splits(report.composition.config).train) >= 50
 
 
-@pytest.mark.parametrize(("page", "words"), TYPED)
-def test_what_is_to_be_typed_is_understood(page, words) -> None:
-    verb, *rest = shlex.split(words.partition(" > ")[0].partition("   #")[0])
+@pytest.mark.parametrize(("page", "arguments"), TYPED)
+def test_what_is_to_be_typed_is_understood(page, arguments) -> None:
+    verb, *rest = shlex.split(arguments.partition(" > ")[0].partition("   #")[0])
     command = get_command(app).commands[verb]
     asked = command.make_context(verb, rest).params
     recipe = asked.get("recipe")
@@ -121,7 +121,9 @@ def test_forms_are_as_the_table_says() -> None:
 def test_rows_from_python_are_given_as_train_takes_them(monkeypatch) -> None:
     (text,) = blocks("data.md", "python")
     called, signature = [], inspect.signature(framework.train)
-    monkeypatch.setattr(framework, "train", lambda *words, **names: called.append(signature.bind(*words, **names)))
+    monkeypatch.setattr(
+        framework, "train", lambda *arguments, **names: called.append(signature.bind(*arguments, **names))
+    )
     exec(text, {"framework": framework, "config": TrainingConfig(), "rows": [], "rows_of_my_database": list})
     assert len(called) == text.count("framework.train(")
 

@@ -25,9 +25,9 @@ GOOD = "model: {model_name: ./base}\ndata: {train: [{path: user/set}]}\n"
 def refused(write, capsys):
     """Runs a command that exits 2; gives what it said on one line."""
 
-    def run(*words: str) -> str:
+    def run(*arguments: str) -> str:
         capsys.readouterr()
-        assert main([*words]) == 2, words
+        assert main([*arguments]) == 2, arguments
         return " ".join(capsys.readouterr().err.split())
 
     return run
@@ -129,7 +129,7 @@ def test_what_is_written_to_is_a_regular_file(refused, write, kind, make):
     make("out.html")
     make("out.yaml")
     Path("link.html").symlink_to("out.html")
-    for words in (
+    for arguments in (
         ("plan", "r.yaml", "--html", "out.html"),
         ("plan", "r.yaml", "--html", "link.html"),
         ("fit", "r.yaml", "--html", "out.html"),
@@ -137,7 +137,7 @@ def test_what_is_written_to_is_a_regular_file(refused, write, kind, make):
         ("data", "r.yaml", "--html", "out.html"),
         ("doctor", "--calibrate", "--output", "out.yaml"),
     ):
-        assert f"cannot be written: it is {kind}" in refused(*words), words
+        assert f"cannot be written: it is {kind}" in refused(*arguments), arguments
     Path("run").mkdir()
     Path("run/environment.json").write_text("{}")
     Path("run/config.yaml").write_text("training: {}\n")
@@ -194,8 +194,8 @@ def test_a_report_says_which_of_its_files_are_none(write, capsys):
 def test_a_folder_with_a_fifo_is_given_to_no_library(refused, write, tmp_path):
     write(GOOD)
     fifo("base/config.json")
-    said = refused("check", "r.yaml", "gpu=cpu")
-    assert "contains files that are not regular: config.json (a FIFO)" in said
+    message = refused("check", "r.yaml", "gpu=cpu")
+    assert "contains files that are not regular: config.json (a FIFO)" in message
     shutil.rmtree("base")
     Path("base").mkdir()
     Path("base/config.json").write_text("{}")

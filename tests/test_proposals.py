@@ -33,17 +33,17 @@ REQUESTS = [
 PHASES = (None, "load", "forward", "loss", "backward", "optimizer_step", "eval", "save", "resume")
 
 
-def problems(words, needs=CHECK):
-    return [str(problem) for problem in check_request(words[0], words[1:], None, needs).problems]
+def problems(arguments, needs=CHECK):
+    return [str(problem) for problem in check_request(arguments[0], arguments[1:], None, needs).problems]
 
 
-@pytest.mark.parametrize("words", REQUESTS, ids=" ".join)
-def test_what_explain_proposes_for_a_run_composes_with_it(words, write):
+@pytest.mark.parametrize("arguments", REQUESTS, ids=" ".join)
+def test_what_explain_proposes_for_a_run_composes_with_it(arguments, write):
     write(RECIPE)
-    proposals = propose(resolve(compose("r.yaml", words).config))
+    proposals = propose(resolve(compose("r.yaml", arguments).config))
     assert len(proposals) > 5
-    refused = {each.override: problems(["r.yaml", *words, *shlex.split(each.override)]) for each in proposals}
-    assert {override: said for override, said in refused.items() if said} == {}
+    refused = {each.override: problems(["r.yaml", *arguments, *shlex.split(each.override)]) for each in proposals}
+    assert {override: message for override, message in refused.items() if message} == {}
 
 
 def test_what_explain_proposes_without_a_run_composes_with_a_plain_recipe(write):
@@ -52,7 +52,7 @@ def test_what_explain_proposes_without_a_run_composes_with_a_plain_recipe(write)
     assert len(found) > 8
     plain = ["r.yaml", "gpu=h100_80gb", "training.gradient_accumulation_steps=1"]
     refused = {override: problems([*plain, *shlex.split(override)]) for override in found}
-    assert {override: said for override, said in refused.items() if said} == {}
+    assert {override: message for override, message in refused.items() if message} == {}
 
 
 def test_a_key_that_check_proposes_is_one(write):
@@ -77,10 +77,10 @@ def test_the_search_that_plan_proposes_is_a_request(more, write):
     Path("a b.jsonl").write_text('{"text": "a"}\n')
     composition = compose("a b.yaml", more)
     command = _fit_command("a b.yaml", more, None, composition)
-    tunesmith, fit, *words = shlex.split(command.replace("\\\n", ""))
+    tunesmith, fit, *arguments = shlex.split(command.replace("\\\n", ""))
     assert (tunesmith, fit) == ("tunesmith", "fit")
-    assert problems(words, PLAN) == []
-    assert compose(words[0], words[1:]).config.model_dump() == composition.config.model_dump()
+    assert problems(arguments, PLAN) == []
+    assert compose(arguments[0], arguments[1:]).config.model_dump() == composition.config.model_dump()
 
 
 @pytest.mark.parametrize("word", ["./base", "base", "base/config.json"])

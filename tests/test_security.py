@@ -72,12 +72,12 @@ def test_a_template_reaches_no_python(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = train_tokenizer(["a b c"], 300)
     tokenizer.chat_template = template
-    told = ""
+    message = ""
     try:
-        told = render(tokenizer, Chat([{"role": "user", "content": "a"}]))
+        message = render(tokenizer, Chat([{"role": "user", "content": "a"}]))
     except (TemplateError, ValueError, TypeError, LookupError) as error:
-        told = str(error)
-    assert not re.search("root:|<class|<function|<module", told)
+        message = str(error)
+    assert not re.search("root:|<class|<function|<module", message)
     assert not Path("mark").exists()
 
 

@@ -38,8 +38,8 @@ class Terminal(io.StringIO):
 def run(write, capsys):
     """Runs a command; its exit code and all that it printed, which steers no terminal."""
 
-    def run_command(*words: str) -> tuple[int, str]:
-        code = main([*words])
+    def run_command(*arguments: str) -> tuple[int, str]:
+        code = main([*arguments])
         found = capsys.readouterr()
         printed = found.out + found.err
         assert code in (0, 2), printed
@@ -91,7 +91,7 @@ def test_arguments_of_the_command_line_and_names_of_files(run, write):
     assert "\\u202e" in run("show", name, f"training.{ODD.replace('=', '')}=1")[1]
     _, printed = run("show", name, "--origin", f"training.run_name='{ODD}'", "training.trackers=[]")
     assert yaml.safe_load(printed)["training"]["run_name"] == ODD
-    for words in (
+    for arguments in (
         ["diff", name, name, f"training.run_name={ODD}"],
         ["list", ODD],
         ["levers", ODD],
@@ -100,7 +100,7 @@ def test_arguments_of_the_command_line_and_names_of_files(run, write):
         ["show", "quickstart", f"--{ODD}"],
         [ODD],
     ):
-        assert "error fake" not in run(*words)[1].splitlines()
+        assert "error fake" not in run(*arguments)[1].splitlines()
 
 
 def test_a_difference_is_a_table_of_one_line_a_value(run, write):

@@ -67,12 +67,12 @@ def test_one_rehearsal_gives_the_verdicts_of_the_cards_of_its_class(recipe, rehe
         agrees(plan, rows[card], card)
 
 
-def agrees(plan, said, card):
-    assert plan.peak.device_bytes_upper == pytest.approx(said["device_bytes_upper"], rel=NEAR), card
-    margin = abs(said["device_bytes_upper"] / facts(card).usable_bytes - 1)
-    assert (plan.peak.device_bytes_upper <= facts(card).usable_bytes) == said["fits"] or margin < NEAR
+def agrees(plan, verdict, card):
+    assert plan.peak.device_bytes_upper == pytest.approx(verdict["device_bytes_upper"], rel=NEAR), card
+    margin = abs(verdict["device_bytes_upper"] / facts(card).usable_bytes - 1)
+    assert (plan.peak.device_bytes_upper <= facts(card).usable_bytes) == verdict["fits"] or margin < NEAR
     assert plan.step is not None
-    assert plan.step.tokens_per_second == pytest.approx(said["tokens_per_second"], rel=NEAR_IN_SPEED), card
+    assert plan.step.tokens_per_second == pytest.approx(verdict["tokens_per_second"], rel=NEAR_IN_SPEED), card
 
 
 def test_every_row_has_a_verdict_for_every_card_and_every_recipe_a_row_or_a_reason():
@@ -99,8 +99,8 @@ def test_a_verdict_fits_when_its_bytes_do():
     quick_and_slow([AWAY], [*sample(SMALLEST, classes_cards(), 1, 5), *sample(VERDICTS, classes_cards(), 12, 6)]),
 )
 def test_a_plan_with_the_cards_own_facts_says_the_same(recipe, card):
-    said = VERDICTS[recipe][card]
-    agrees(rehearse(sized(strategy(recipe, said["strategy"], card), said["micro_batch"])), said, card)
+    stored = VERDICTS[recipe][card]
+    agrees(rehearse(sized(strategy(recipe, stored["strategy"], card), stored["micro_batch"])), stored, card)
 
 
 @pytest.mark.slow
@@ -115,9 +115,9 @@ def test_a_plan_with_the_cards_own_facts_says_the_same(recipe, card):
 def test_a_verdict_from_nothing_is_the_same(recipe, card):
     """Not by its strategy: two that are about as fast may change places with the versions."""
     (rehearsed,) = [name for name, cards in classes().items() if card in cards]
-    found, said = verdicts(recipe, [card], rehearsed)[card], VERDICTS[recipe][card]
-    assert found["fits"] == said["fits"]
-    if said["fits"]:
-        assert found["tokens_per_second"] == pytest.approx(said["tokens_per_second"], rel=NEAR_IN_SPEED)
+    found, stored = verdicts(recipe, [card], rehearsed)[card], VERDICTS[recipe][card]
+    assert found["fits"] == stored["fits"]
+    if stored["fits"]:
+        assert found["tokens_per_second"] == pytest.approx(stored["tokens_per_second"], rel=NEAR_IN_SPEED)
     else:
-        assert found["device_bytes_upper"] == pytest.approx(said["device_bytes_upper"], rel=NEAR)
+        assert found["device_bytes_upper"] == pytest.approx(stored["device_bytes_upper"], rel=NEAR)

@@ -44,17 +44,17 @@ def test_all_that_is_wrong_is_reported_at_once(monkeypatch):
 @pytest.mark.parametrize("verb", ["check", "plan", "fit", "train", "data", "doctor", "predict", "merge", "evaluate"])
 def test_every_verb_that_loads_them_exits_2(monkeypatch, capsys, verb):
     found(monkeypatch, transformers="4.57.1")
-    words = {"doctor": [], "predict": ["run", "rows.jsonl"], "merge": ["run"], "evaluate": ["run"]}.get(
+    arguments = {"doctor": [], "predict": ["run", "rows.jsonl"], "merge": ["run"], "evaluate": ["run"]}.get(
         verb, ["quickstart"]
     )
-    assert main([verb, *words]) == 2
+    assert main([verb, *arguments]) == 2
     assert "transformers 4.57.1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["list", "gpus"], ["show", "quickstart"], ["check", "quickstart", "--quick"]])
-def test_what_loads_none_of_them_does_not_ask(monkeypatch, capsys, words):
+@pytest.mark.parametrize("arguments", [["list", "gpus"], ["show", "quickstart"], ["check", "quickstart", "--quick"]])
+def test_what_loads_none_of_them_does_not_ask(monkeypatch, capsys, arguments):
     found(monkeypatch, transformers="4.57.1")
-    assert main(words) == 0
+    assert main(arguments) == 0
 
 
 def test_python_is_warned_as_well(monkeypatch):

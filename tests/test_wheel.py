@@ -45,8 +45,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_works_from_another_folder(installed: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
-    def run(*words: str) -> str:
-        done = subprocess.run([installed / words[0], *words[1:]], cwd=tmp_path, env=environment, capture_output=True)
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [installed / arguments[0], *arguments[1:]], cwd=tmp_path, env=environment, capture_output=True
+        )
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode()
 

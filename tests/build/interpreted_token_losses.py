@@ -19,14 +19,14 @@ cross_entropy_kernel.BLOCK = 64
 TOKENS = 9
 
 
-def compare(dtype: str, words: int, hits: bool, scaled: bool) -> tuple[float, float]:
+def compare(dtype: str, vocabulary: int, hits: bool, scaled: bool) -> tuple[float, float]:
     """Largest errors of losses and of gradients. Hits are compared too, and a target that is no token gives NaN."""
-    logits = (torch.randn(TOKENS, words) * 5).to(getattr(torch, dtype))
+    logits = (torch.randn(TOKENS, vocabulary) * 5).to(getattr(torch, dtype))
     logits[4] = logits[4].round()  # several are the likeliest
     terms = LossTerms(0.1, 1e-2) if scaled else PLAIN
-    logits[5, : min(words - 1, 100)] = -30.0 if scaled else -float("inf")  # a block without any finite logit
-    targets = torch.randint(0, words, (TOKENS,))
-    targets[2], targets[4], targets[5] = -100, logits[4].argmax(), words - 1
+    logits[5, : min(vocabulary - 1, 100)] = -30.0 if scaled else -float("inf")  # a block without any finite logit
+    targets = torch.randint(0, vocabulary, (TOKENS,))
+    targets[2], targets[4], targets[5] = -100, logits[4].argmax(), vocabulary - 1
     scales = torch.randn(TOKENS) if scaled else None
     expected, found = logits.clone(), logits.clone()
     losses = [torch.full((TOKENS,), 7.0) for _ in range(2)]
@@ -37,7 +37,7 @@ def compare(dtype: str, words: int, hits: bool, scaled: bool) -> tuple[float, fl
     read = logits.clone()
     cross_entropy_kernel.token_losses_on_gpu(read, targets, losses[1], None, None, False, *terms)
     assert torch.equal(read, logits)
-    targets[3] = words
+    targets[3] = vocabulary
     strange = torch.empty(TOKENS)
     cross_entropy_kernel.token_losses_on_gpu(read, targets, strange, None, None, False, *terms)
     assert strange.isnan().nonzero().flatten().tolist() == [3]

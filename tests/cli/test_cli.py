@@ -21,8 +21,8 @@ GOOD = "model: {model_name: a}\ndata: {train: [{path: user/set}]}\n"
 def run(capsys):
     """Runs one command; gives exit code, stdout and stderr."""
 
-    def run_command(*words):
-        code = main(list(map(str, words)))
+    def run_command(*arguments):
+        code = main(list(map(str, arguments)))
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
         return code, captured.out, captured.err
@@ -155,17 +155,17 @@ def test_several_values_need_a_sweep(run, write):
 
 
 @pytest.mark.parametrize(
-    "words", [["nonsense"], ["show"], ["show", "a", "--nope"], ["check", "a", "--nproc", "0"], ["list"]]
+    "arguments", [["nonsense"], ["show"], ["show", "a", "--nope"], ["check", "a", "--nproc", "0"], ["list"]]
 )
-def test_wrong_usage_exits_2_in_one_line(run, words):
-    code, out, err = run(*words)
+def test_wrong_usage_exits_2_in_one_line(run, arguments):
+    code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
-    assert json.loads(run(*words, "--json")[1])["errors"][0]["message"]
+    assert json.loads(run(*arguments, "--json")[1])["errors"][0]["message"]
 
 
 @pytest.mark.parametrize(
-    ("words", "nearest"),
+    ("arguments", "nearest"),
     [
         (["--gpu", "24gb"], "gpu=24gb"),
         (["--gpu=24gb", "--json"], "gpu=24gb"),
@@ -178,8 +178,8 @@ def test_wrong_usage_exits_2_in_one_line(run, words):
         (["--blah"], None),
     ],
 )
-def test_an_option_of_other_tools_is_suggested_as_a_key_or_a_group(run, write, words, nearest):
-    code, out, _ = run("plan", write(GOOD), *words, "--json")
+def test_an_option_of_other_tools_is_suggested_as_a_key_or_a_group(run, write, arguments, nearest):
+    code, out, _ = run("plan", write(GOOD), *arguments, "--json")
     [problem] = json.loads(out)["errors"]
     assert code == 2
     assert "No such option" in problem["message"]
@@ -247,16 +247,16 @@ def test_a_reader_that_leaves_is_no_fault():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [pytest.param("show quickstart", marks=pytest.mark.fresh_process), "list gpus --json", "plan none.yaml --json"],
 )
-def test_a_full_disk_is_no_fault_of_ours(words):
-    command = [sys.executable, "-m", "framework", *words.split()]
+def test_a_full_disk_is_no_fault_of_ours(arguments):
+    command = [sys.executable, "-m", "framework", *arguments.split()]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
-    said = [line for line in done.stderr.splitlines() if not line.startswith("working ")]
-    assert said == ["error not all could be written: No space left on device"]
+    output = [line for line in done.stderr.splitlines() if not line.startswith("working ")]
+    assert output == ["error not all could be written: No space left on device"]
 
 
 def test_a_verb_that_composes_nothing_is_offered_no_key(run):

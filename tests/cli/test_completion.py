@@ -14,9 +14,9 @@ SHELLS = {
 }
 
 
-def offered(monkeypatch, capsys, words: str, shell: str = "fish") -> str:
+def offered(monkeypatch, capsys, arguments: str, shell: str = "fish") -> str:
     """What is printed for the words typed so far, which exits with 0."""
-    for name, value in SHELLS[shell](words).items():
+    for name, value in SHELLS[shell](arguments).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("_TUNESMITH_COMPLETE", f"complete_{shell}")
     assert main([]) == 0

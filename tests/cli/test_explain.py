@@ -23,8 +23,8 @@ KEYS = {
 
 @pytest.fixture
 def run(capsys):
-    def run_command(*words):
-        code = main(["explain", *map(str, words)])
+    def run_command(*arguments):
+        code = main(["explain", *map(str, arguments)])
         return code, *capsys.readouterr()
 
     return run_command
@@ -120,9 +120,9 @@ def test_of_the_logs_of_all_ranks_the_one_where_memory_ran_out_counts(run, tmp_p
 
 def test_a_named_run_without_a_plan_is_no_run(run, tmp_path):
     (tmp_path / "a.log").write_text(FULL)
-    for words in ((tmp_path / "a.log",), ("-",)):
+    for arguments in ((tmp_path / "a.log",), ("-",)):
         for folder, reason in ((tmp_path / "none", "is not a folder"), (tmp_path, "holds no plan.json")):
-            code, out, _ = run(*words, "--run", folder, "--json")
+            code, out, _ = run(*arguments, "--run", folder, "--json")
             [error] = json.loads(out)["errors"]
             assert (code, error["key"]) == (2, "--run")
             assert f"{folder} {reason}" in error["message"]

@@ -54,15 +54,15 @@ def arithmetic(monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    def run_command(*words):
-        code = main([str(word) for word in words])
+    def run_command(*arguments):
+        code = main([str(word) for word in arguments])
         return code, *capsys.readouterr()
 
     return run_command
 
 
-def pinned(*words):
-    return [item for word in ("training.compile", *words) for item in ("--pin", word)]
+def pinned(*arguments):
+    return [item for word in ("training.compile", *arguments) for item in ("--pin", word)]
 
 
 def test_the_document_of_fit(arithmetic, run, write):
@@ -88,16 +88,16 @@ def test_the_overrides_of_fit_are_its_plan_and_a_second_search_reads_its_plans(r
     """By the real planner: what is proposed, typed behind the same request, is planned to the byte as `fit` said."""
     recipe = write(TINY)
     code, out, _ = run("fit", recipe, *SMALL, "--json", *pinned(*FEW))
-    said = json.loads(out)
+    document = json.loads(out)
     assert code == 0
-    assert said["plan"]["peak"]["device_bytes_upper"] <= 1_400_000_000
-    code, out, _ = run("plan", recipe, *SMALL, *said["overrides"], "--json")
+    assert document["plan"]["peak"]["device_bytes_upper"] <= 1_400_000_000
+    code, out, _ = run("plan", recipe, *SMALL, *document["overrides"], "--json")
     assert code == 0
-    assert json.loads(out)["peak"] == said["plan"]["peak"]
+    assert json.loads(out)["peak"] == document["plan"]["peak"]
     assert list(plan_cache.cache_folder("plans").glob("*.json"))
     monkeypatch.setattr("framework.run.planning.plan_pool.Rehearsals._ask", None)
     code, out, _ = run("fit", recipe, *SMALL, "--json", *pinned(*FEW))
-    assert json.loads(out)["plan"] == said["plan"]
+    assert json.loads(out)["plan"] == document["plan"]
 
 
 def test_the_recipe_of_fit_composes_to_the_same_run(arithmetic, run, write, tmp_path):
@@ -174,10 +174,17 @@ def test_nothing_fits_is_exit_3_with_the_closest_and_a_card_that_would(arithmeti
 @pytest.mark.parametrize("card", ["rtx3060_12gb", "rtx3090_24gb"])
 def test_the_host_memory_of_this_machine_counts_where_the_card_is_its(arithmetic, run, write, monkeypatch, card):
     """Of another machine nothing is known but what the proposal needs there."""
-    words = ("training.optimizer_offload=host", "--pin", "training.optimizer_offload", "--allow", "exact", *pinned())
+    arguments = (
+        "training.optimizer_offload=host",
+        "--pin",
+        "training.optimizer_offload",
+        "--allow",
+        "exact",
+        *pinned(),
+    )
     monkeypatch.setattr("framework.run.planning.fit.detect", lambda: card)
     monkeypatch.setattr(room, "available_host_bytes", lambda: 64 * 2**20)
-    code, out, _ = run("fit", write(TINY), *LITTLE, *words)
+    code, out, _ = run("fit", write(TINY), *LITTLE, *arguments)
     text = " ".join(out.split())
     assert code == (3 if card in LITTLE[0] else 0)
     assert "a machine with 1 card needs up to 1.60 GiB of host memory" in text
@@ -185,7 +192,7 @@ def test_the_host_memory_of_this_machine_counts_where_the_card_is_its(arithmetic
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("gpu=cpu",), "no memory of its own"),
         (("gpu=24gb", "--pin", "training.compil"), "training.compile"),
@@ -195,10 +202,10 @@ def test_the_host_memory_of_this_machine_counts_where_the_card_is_its(arithmetic
         (("gpu=24gb", "training.global_batch_size=7"), "7 global"),
     ],
 )
-def test_wrong_requests(run, write, words, said):
-    code, _, err = run("fit", write(TINY), *words)
+def test_wrong_requests(run, write, arguments, message):
+    code, _, err = run("fit", write(TINY), *arguments)
     assert code == 2
-    assert said in err
+    assert message in err
 
 
 AUTO = TINY.replace(

@@ -31,8 +31,8 @@ def loaded(code: str) -> set[str]:
     return {name.partition(".")[0] for name in text.splitlines()[-1].split()}
 
 
-def command(*words: str) -> str:
-    return f"from framework.cli import main; main({list(words)!r})"
+def command(*arguments: str) -> str:
+    return f"from framework.cli import main; main({list(arguments)!r})"
 
 
 STEPS = [
@@ -54,8 +54,8 @@ STEPS = [
 
 
 def test_what_is_not_loaded():
-    told = "import sys; print('\\nLOADED', *sys.modules)"
-    after = [line.split() for line in run("\n".join(f"{code}\n{told}" for code, _ in STEPS)).splitlines()]
+    listing = "import sys; print('\\nLOADED', *sys.modules)"
+    after = [line.split() for line in run("\n".join(f"{code}\n{listing}" for code, _ in STEPS)).splitlines()]
     after = [{name.partition(".")[0] for name in names[1:]} for names in after if names[:1] == ["LOADED"]]
     assert len(after) == len(STEPS)
     assert all("framework" in modules for modules in after)

@@ -25,7 +25,7 @@ def shown(write, monkeypatch):
     for verb, module in (("check", "look"), ("data", "look"), ("plan", "plan")):
         monkeypatch.setattr(
             f"framework.cli.{module}.{verb}",
-            lambda recipe, words, verb=verb, **more: calls.append((verb, recipe, words, more)) or 0,
+            lambda recipe, arguments, verb=verb, **more: calls.append((verb, recipe, arguments, more)) or 0,
         )
     return calls
 
@@ -39,11 +39,11 @@ def rows(name: str) -> str:
 def test_rows_of_each_kind_get_a_short_recipe_that_passes_the_check(shown, capsys, name):
     model = "modernbert_base" if name == "classification" else "qwen3_0.6b"
     assert main(["init", "--model", model, "--data", rows(name), "--gpu", "l4_24gb"]) == 0
-    words = ["gpu=l4_24gb"]
+    overrides = ["gpu=l4_24gb"]
     assert shown == [
-        ("check", "recipe.yaml", words, {}),
-        ("data", "recipe.yaml", words, {"rows": 3}),
-        ("plan", "recipe.yaml", words, {}),
+        ("check", "recipe.yaml", overrides, {}),
+        ("data", "recipe.yaml", overrides, {"rows": 3}),
+        ("plan", "recipe.yaml", overrides, {}),
     ]
     assert capsys.readouterr().out.endswith("Next: tunesmith train recipe.yaml gpu=l4_24gb\n")
     text = Path("recipe.yaml").read_text()
@@ -52,7 +52,7 @@ def test_rows_of_each_kind_get_a_short_recipe_that_passes_the_check(shown, capsy
     written = yaml.safe_load(text)
     assert written["training"]["task"] == ("preference" if name == "kto" else name)
     assert written["training"].get("preference", {}).get("loss_type") == {"preference": "dpo", "kto": "kto"}.get(name)
-    assert not check_request("recipe.yaml", words).problems
+    assert not check_request("recipe.yaml", overrides).problems
 
 
 def test_a_model_of_ones_own_is_named_and_an_adapter_chosen(shown):
@@ -64,16 +64,16 @@ def test_a_model_of_ones_own_is_named_and_an_adapter_chosen(shown):
 
 
 def test_what_does_not_fit_is_reported_with_the_command_that_looks_on(shown, capsys, monkeypatch):
-    monkeypatch.setattr("framework.cli.plan.plan", lambda recipe, words: 3)
+    monkeypatch.setattr("framework.cli.plan.plan", lambda recipe, arguments: 3)
     assert main(["init", "--model", "qwen3_8b", "--data", rows("sft")]) == 3
     assert capsys.readouterr().out.endswith("Next: tunesmith fit recipe.yaml\n")
 
 
 def test_nothing_is_written_over_and_everything_missing_is_reported_at_once(shown, capsys):
     assert main(["init"]) == 2
-    said = capsys.readouterr().err
-    assert "--model" in said
-    assert "--data" in said
+    output = capsys.readouterr().err
+    assert "--model" in output
+    assert "--data" in output
     assert not Path("recipe.yaml").exists()
     Path("recipe.yaml").write_text("mine")
     assert main(["init", "--model", "qwen3_0.6b", "--data", rows("sft")]) == 2
@@ -83,9 +83,9 @@ def test_nothing_is_written_over_and_everything_missing_is_reported_at_once(show
 
 def test_what_is_no_yaml_file_is_not_written(shown, capsys):
     assert main(["init", "--model", "qwen3_0.6b", "--data", rows("sft"), "gpu=l4_24gb"]) == 2
-    told = capsys.readouterr().err
-    assert "gpu=l4_24gb is not a YAML file" in told
-    assert "did you mean --gpu l4_24gb" in told
+    output = capsys.readouterr().err
+    assert "gpu=l4_24gb is not a YAML file" in output
+    assert "did you mean --gpu l4_24gb" in output
     assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]
 
 
@@ -99,7 +99,7 @@ def test_a_terminal_is_asked(shown, monkeypatch):
 
 def test_what_is_wrong_with_the_recipe_is_reported_and_the_recipe_kept(write, capsys):
     assert main(["init", "--model", "qwen3_0.6b", "--data", rows("sft"), "--gpu", "l4_24g"]) == 2
-    said = capsys.readouterr().err
-    assert "no preset is called 'l4_24g'" in said
-    assert "recipe.yaml is written; mend this there, then: tunesmith check recipe.yaml gpu=l4_24g" in said
+    output = capsys.readouterr().err
+    assert "no preset is called 'l4_24g'" in output
+    assert "recipe.yaml is written; mend this there, then: tunesmith check recipe.yaml gpu=l4_24g" in output
     assert Path("recipe.yaml").exists()

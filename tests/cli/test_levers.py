@@ -10,8 +10,8 @@ from framework.memory.levers import LEVERS
 
 @pytest.fixture
 def run(capsys):
-    def run_command(*words):
-        code = main(["levers", *words])
+    def run_command(*arguments):
+        code = main(["levers", *arguments])
         return code, *capsys.readouterr()
 
     return run_command
@@ -25,14 +25,14 @@ def test_the_table_has_a_line_for_each_lever(run):
 
 def test_one_row_says_everything(run):
     _, out, _ = run("training.optimizer")
-    for words in (
+    for overrides in (
         "training.optimizer=adafactor",
         "another optimizer",
         "-19.6 %",
         "temporaries",
         "read back",
     ):
-        assert words in out
+        assert overrides in out
 
 
 def test_json_is_one_document_of_rows(run):

@@ -75,8 +75,8 @@ def test_a_base_that_was_not_saved_is_made_again(run, peft, capsys):
     folder = run(f"peft={peft}")
     capsys.readouterr()
     assert main(["merge", str(folder), "--output", "out"]) == 0
-    said = capsys.readouterr().out
-    assert ("dequantised to float32" in said) is (peft in ("qlora", "loftq"))
+    output = capsys.readouterr().out
+    assert ("dequantised to float32" in output) is (peft in ("qlora", "loftq"))
     expected = logits(AutoModelForCausalLM.from_pretrained(wanted / "final"))
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained("out")), expected, atol=1e-5)
 
@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_made_is_reported_before_anything_is_loaded(run,
 def test_a_damaged_export_is_named(run, capsys):
     """Cut files and missing ones: the user's disk, not a fault of the program, and nothing is asked of a hub."""
     adapted, plain = run("peft=lora"), run("training.use_peft=false", folder="plain")
-    for folder, name, said in (
+    for folder, name, message in (
         (adapted, "adapter_model.safetensors", "does not fit its base: Error while deserializing header"),
         (adapted, "adapter_model.safetensors", "has no adapter_model.safetensors"),
         (adapted, "adapter_config.json", "adapter_config.json cannot be read"),
@@ -103,11 +103,11 @@ def test_a_damaged_export_is_named(run, capsys):
     ):
         file = folder / "final" / name
         content = file.read_bytes()
-        file.unlink() if "has no" in said else file.write_bytes(content[:100])
+        file.unlink() if "has no" in message else file.write_bytes(content[:100])
         capsys.readouterr()
         ask = ["predict", str(folder), "rows.txt"] if folder == plain else ["merge", str(folder)]
         assert main(ask) == 2
-        assert said in " ".join(capsys.readouterr().err.split())
+        assert message in " ".join(capsys.readouterr().err.split())
         file.write_bytes(content)
 
 

@@ -67,8 +67,8 @@ KEYS = {
 def run(capsys):
     """Runs one command; gives exit code, stdout and stderr."""
 
-    def run_command(*words):
-        code = main(list(map(str, words)))
+    def run_command(*arguments):
+        code = main(list(map(str, arguments)))
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
         return code, captured.out, captured.err
@@ -93,9 +93,9 @@ def planner(monkeypatch):
     return use_plan
 
 
-def command(*words):
+def command(*arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "framework", *words], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-m", "framework", *arguments], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert "Traceback" not in done.stderr
     done.stderr = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("working "))
@@ -138,8 +138,8 @@ def test_the_quickstart_is_planned_without_torch_in_the_parent(tmp_path):
     ("card", "code", "verdict"), first(1, [("rtx3060_12gb", 3, "does not fit on"), ("h100_80gb", 0, "fits on")])
 )
 def test_a_full_fine_tune_of_a_1b_model_fits_an_80_gb_card_and_not_a_12_gb_one(card, code, verdict):
-    words = ["plan", "quickstart", "model=llama3.2_1b", "~model.tokenizer", "training=low_memory", f"gpu={card}"]
-    done = command(*words)
+    arguments = ["plan", "quickstart", "model=llama3.2_1b", "~model.tokenizer", "training=low_memory", f"gpu={card}"]
+    done = command(*arguments)
     assert (done.returncode, done.stderr) == (code, "")
     assert done.stdout.startswith(f"quickstart {verdict} {card}: ")
     assert "\x1b" not in done.stdout
@@ -151,13 +151,13 @@ def test_a_plan_that_does_not_fit_ends_with_what_looks_for_settings_that_do(run,
     monkeypatch.setattr("framework.compose.request.detect", lambda: "rtx4090_24gb")
     planner(on(12))
     recipe = write(RECIPE)
-    words = [*(["gpu=rtx4090_24gb"] if named else []), "training.seed=3", "model.freeze_layers=[a, b]"]
-    _, out, _ = run("plan", recipe, *words)
+    overrides = [*(["gpu=rtx4090_24gb"] if named else []), "training.seed=3", "model.freeze_layers=[a, b]"]
+    _, out, _ = run("plan", recipe, *overrides)
     command = shlex.split(out.rpartition("settings that fit:\n")[2].replace("\\\n", " "))
-    expected = words if named else [*words, "gpu=rtx4090_24gb"]
+    expected = overrides if named else [*overrides, "gpu=rtx4090_24gb"]
     assert command == ["tunesmith", "fit", str(recipe), *expected]
     planner(on(24))
-    assert "tunesmith fit" not in run("plan", recipe, *words)[1]
+    assert "tunesmith fit" not in run("plan", recipe, *overrides)[1]
 
 
 @pytest.mark.parametrize(("usable", "code"), [(24, 0), (20.5, 3), (12, 3), (None, 0)])
@@ -214,8 +214,8 @@ def test_all_problems_at_once_before_anything_is_built(run, write, planner, text
 
 def test_what_the_check_warns_of_is_in_the_document(run, write, planner):
     planner(replace(PLAN, warnings=("of the plan",)))
-    words = ["training.empty_device_cache_steps=1", "gpu=h100_80gb"]
-    _, out, err = run("plan", write(RECIPE), *words, "--json")
+    overrides = ["training.empty_device_cache_steps=1", "gpu=h100_80gb"]
+    _, out, err = run("plan", write(RECIPE), *overrides, "--json")
     first, last = json.loads(out)["warnings"]
     assert first.startswith("training.empty_device_cache_steps: returns only unused blocks")
     assert "\n" not in first

@@ -42,13 +42,13 @@ def train(folder, architecture, rows, task, **sections):
     return folder / "run"
 
 
-def said(capsys, *words):
-    assert main(["predict", *map(str, words)]) == 0
+def answers_of(capsys, *arguments):
+    assert main(["predict", *map(str, arguments)]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def refused(capsys, *words):
-    assert main(["predict", *map(str, words)]) == 2
+def refused(capsys, *arguments):
+    assert main(["predict", *map(str, arguments)]) == 2
     found = capsys.readouterr()
     assert found.out == ""
     return found.err
@@ -74,7 +74,7 @@ def test_classes_and_their_probabilities_are_those_of_the_model_in_file_order(
     classifier, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(predicting, "MOST_ROWS", 2)
-    answers = said(capsys, classifier, lines(tmp_path / "asked.jsonl", [{"text": text} for text in TEXTS]))
+    answers = answers_of(capsys, classifier, lines(tmp_path / "asked.jsonl", [{"text": text} for text in TEXTS]))
     model = AutoModelForSequenceClassification.from_pretrained(classifier / "final").eval()
     tokenizer = AutoTokenizer.from_pretrained(classifier / "final")
     assert len(answers) == len(TEXTS)
@@ -91,11 +91,11 @@ def test_classes_and_their_probabilities_are_those_of_the_model_in_file_order(
 def test_labels_of_the_texts_are_not_read_and_an_exported_folder_is_enough(classifier, tmp_path, capsys):
     bare = lines(tmp_path / "bare.jsonl", [{"text": text} for text in TEXTS])
     beside = lines(tmp_path / "beside.jsonl", [{"text": text, "label": "unheard of"} for text in TEXTS])
-    expected = said(capsys, classifier, bare)
-    assert said(capsys, classifier, beside) == expected
-    assert said(capsys, classifier / "final", bare) == expected
+    expected = answers_of(capsys, classifier, bare)
+    assert answers_of(capsys, classifier, beside) == expected
+    assert answers_of(capsys, classifier / "final", bare) == expected
     shutil.copytree(classifier / "final", tmp_path / "alone")
-    alone = said(capsys, tmp_path / "alone", bare)
+    alone = answers_of(capsys, tmp_path / "alone", bare)
     assert [answer["label"] for answer in alone] == [answer["label"] for answer in expected]
 
 
@@ -104,10 +104,10 @@ def test_an_adapter_comes_with_its_base(tmp_path, capsys):
     peft = {"lora_target_modules": ["all-linear"]}
     run = train(tmp_path, LLAMA, rows, "classification", training={"use_peft": True, "max_steps": 20}, peft=peft)
     asked = lines(tmp_path / "asked.jsonl", rows)
-    answers = said(capsys, run, asked)
+    answers = answers_of(capsys, run, asked)
     assert main(["merge", str(run)]) == 0
     assert "AutoModelForSequenceClassification.from_pretrained loads it" in capsys.readouterr().out
-    merged = said(capsys, run / "merged", asked)
+    merged = answers_of(capsys, run / "merged", asked)
     for one, other in zip(answers, merged, strict=True):
         assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-4)
     shutil.copytree(run / "final", tmp_path / "alone")
@@ -119,25 +119,25 @@ def test_several_classes_and_numbers(tmp_path, capsys):
     (tmp_path / "numbers").mkdir()
     rows = labelled(lambda number: [["fruit"], ["sky", "fruit"], []][number % 3])
     several = train(tmp_path / "several", BERT, rows, "classification")
-    answers = said(capsys, several, lines(tmp_path / "asked.jsonl", rows[:3]))
+    answers = answers_of(capsys, several, lines(tmp_path / "asked.jsonl", rows[:3]))
     for answer in answers:
         assert answer["labels"] == [name for name, share in answer["probabilities"].items() if share > 0.5]
         assert set(answer["probabilities"]) == {"fruit", "sky"}
     rows = labelled(lambda number: [number / 10, -number])
     numbers = train(tmp_path / "numbers", BERT, rows, "regression")
-    answers = said(capsys, numbers, lines(tmp_path / "asked.jsonl", rows[:3]))
+    answers = answers_of(capsys, numbers, lines(tmp_path / "asked.jsonl", rows[:3]))
     assert all(set(answer["values"]) == {"value_0", "value_1"} for answer in answers)
 
 
 def test_a_model_of_few_positions_is_asked_without_an_option(writer, tmp_path, capsys):
     asked = lines(tmp_path / "asked.jsonl", [{"prompt": TEXTS[0]}])
-    (answer,) = said(capsys, writer, asked)
+    (answer,) = answers_of(capsys, writer, asked)
     assert answer["finished"] or answer["tokens"] == 64  # half of its 128
 
 
 def test_completions_are_the_likeliest_tokens_whatever_else_is_in_the_batch(writer, tmp_path, capsys):
     asked = lines(tmp_path / "asked.jsonl", [{"prompt": f"{text}:"} for text in TEXTS])
-    answers = said(capsys, writer, asked, "--max-new-tokens", "6")
+    answers = answers_of(capsys, writer, asked, "--max-new-tokens", "6")
     model = AutoModelForCausalLM.from_pretrained(writer / "final").eval()
     tokenizer = AutoTokenizer.from_pretrained(writer / "final")
     for text, answer in zip(TEXTS, answers, strict=True):
@@ -148,12 +148,12 @@ def test_completions_are_the_likeliest_tokens_whatever_else_is_in_the_batch(writ
         assert answer["completion"] == tokenizer.decode(ids[0, len(tokenizer(f"{text}:")["input_ids"]) :])
         assert answer["finished"] or answer["tokens"] == 6
     plain = lines(tmp_path / "plain.jsonl", [{"text": f"{text}:"} for text in TEXTS])
-    assert said(capsys, writer, plain, "--max-new-tokens", "6") == answers
+    assert answers_of(capsys, writer, plain, "--max-new-tokens", "6") == answers
 
 
 def test_a_score_is_the_log_probability_of_what_training_learns(writer, tmp_path, capsys):
     rows = [{"prompt": f"{text}:", "completion": f" {text[:7].upper()}"} for text in TEXTS[::-1]]
-    answers = said(capsys, writer, lines(tmp_path / "asked.jsonl", rows), "--score")
+    answers = answers_of(capsys, writer, lines(tmp_path / "asked.jsonl", rows), "--score")
     model = AutoModelForCausalLM.from_pretrained(writer / "final").eval()
     tokenizer = AutoTokenizer.from_pretrained(writer / "final")
     for row, answer in zip(rows, answers, strict=True):
@@ -161,18 +161,18 @@ def test_a_score_is_the_log_probability_of_what_training_learns(writer, tmp_path
         start = len(tokenizer(row["prompt"])["input_ids"])
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids])).logits[0]
-        told = -F.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="sum").item()
-        assert answer == {"log_likelihood": pytest.approx(told, rel=1e-4), "tokens": len(ids) - start}
+        expected = -F.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="sum").item()
+        assert answer == {"log_likelihood": pytest.approx(expected, rel=1e-4), "tokens": len(ids) - start}
 
 
 def test_of_a_pair_both_answers_are_scored_and_single_ones_as_well(tmp_path, capsys):
     rows = [{"prompt": f"{text}:", "chosen": f" {text[:7]}", "rejected": f" {text}"} for text in TEXTS]
     run = train(tmp_path, LLAMA, rows, "preference", training={"max_steps": 2})
-    pairs = said(capsys, run, tmp_path / "rows.jsonl", "--score")
+    pairs = answers_of(capsys, run, tmp_path / "rows.jsonl", "--score")
     for answer in ("chosen", "rejected"):
         alone = [{"prompt": row["prompt"], "completion": row[answer]} for row in rows]
-        told = said(capsys, run, lines(tmp_path / "alone.jsonl", alone), "--score")
-        for pair, one in zip(pairs, told, strict=True):
+        scores = answers_of(capsys, run, lines(tmp_path / "alone.jsonl", alone), "--score")
+        for pair, one in zip(pairs, scores, strict=True):
             assert pair[answer] == {**one, "log_likelihood": pytest.approx(one["log_likelihood"], rel=1e-4)}
 
 
@@ -191,12 +191,12 @@ def test_a_preference_run_writes_as_any_model_of_tokens(tmp_path, capsys):
         (tmp_path / name).mkdir()
         source = {"columns": columns, "format": form}
         run = train(tmp_path / name, LLAMA, rows, "preference", source=source, training={"max_steps": 2, **loss})
-        asked = said(capsys, run, tmp_path / name / "rows.jsonl", "--max-new-tokens", "4")
+        asked = answers_of(capsys, run, tmp_path / name / "rows.jsonl", "--max-new-tokens", "4")
         bare = lines(tmp_path / "bare.jsonl", [{"asked": row["asked"]} for row in rows])
-        assert said(capsys, run, bare, "--max-new-tokens", "4") == asked
+        assert answers_of(capsys, run, bare, "--max-new-tokens", "4") == asked
         assert all(set(answer) == {"completion", "tokens", "finished"} for answer in asked)
         answered = lines(tmp_path / "answered.jsonl", [{"asked": row["asked"], "completion": " no"} for row in rows])
-        assert all("log_likelihood" in one for one in said(capsys, run, answered, "--score"))
+        assert all("log_likelihood" in one for one in answers_of(capsys, run, answered, "--score"))
 
 
 @pytest.fixture(scope="module")
@@ -221,28 +221,28 @@ def rewards_of(run, texts):
 
 def test_a_reward_run_tells_the_reward_of_pairs_and_of_single_answers(judge, tmp_path, capsys):
     rows = [{"prompt": f"{text}:", "chosen": f" {text[:9].upper()}", "rejected": f" {text[:9]}"} for text in TEXTS]
-    pairs = said(capsys, judge, lines(tmp_path / "pairs.jsonl", rows))
+    pairs = answers_of(capsys, judge, lines(tmp_path / "pairs.jsonl", rows))
     for answer in ("chosen", "rejected"):
         expected = rewards_of(judge, [row["prompt"] + row[answer] for row in rows])
         assert [pair[answer]["reward"] for pair in pairs] == pytest.approx(expected, abs=1e-4)
         alone = [{"prompt": row["prompt"], "completion": row[answer]} for row in rows]
-        told = said(capsys, judge, lines(tmp_path / "alone.jsonl", alone))
-        assert [one["reward"] for one in told] == pytest.approx(expected, abs=1e-4)
-        assert all(set(one) == {"reward"} for one in told)
+        rewards = answers_of(capsys, judge, lines(tmp_path / "alone.jsonl", alone))
+        assert [one["reward"] for one in rewards] == pytest.approx(expected, abs=1e-4)
+        assert all(set(one) == {"reward"} for one in rewards)
     assert sum(pair["chosen"]["reward"] > pair["rejected"]["reward"] for pair in pairs) >= 4
 
 
 def test_an_exported_reward_model_alone_is_known_for_one(judge, tmp_path, capsys):
     asked = lines(tmp_path / "asked.jsonl", [{"prompt": f"{text}:", "completion": " YES"} for text in TEXTS])
     shutil.copytree(judge / "final", tmp_path / "alone")
-    expected = [one["reward"] for one in said(capsys, judge, asked)]
-    assert [one["reward"] for one in said(capsys, tmp_path / "alone", asked)] == pytest.approx(expected, abs=1e-5)
+    expected = [one["reward"] for one in answers_of(capsys, judge, asked)]
+    assert [one["reward"] for one in answers_of(capsys, tmp_path / "alone", asked)] == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_a_reward_run_cannot_judge_is_refused(judge, tmp_path, capsys):
     assert "leave it out" in refused(capsys, judge, lines(tmp_path / "a.jsonl", [{"text": "a"}]), "--score")
-    told = refused(capsys, judge, lines(tmp_path / "b.jsonl", [{"question": "a", "reply": "b"}]))
-    assert "no row format of the task reward matches" in told
+    message = refused(capsys, judge, lines(tmp_path / "b.jsonl", [{"question": "a", "reply": "b"}]))
+    assert "no row format of the task reward matches" in message
     half = lines(tmp_path / "c.jsonl", [{"prompt": "a", "chosen": "b", "rejectd": "c"}])
     assert "rejectd" in refused(capsys, judge, half)
     unanswered = lines(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}])
@@ -280,9 +280,9 @@ def test_a_batch_that_does_not_fit_is_halved(classifier, tmp_path, monkeypatch):
     ],
 )
 def test_broken_rows_are_refused_with_their_place(classifier, tmp_path, capsys, rows, word):
-    told = refused(capsys, classifier, lines(tmp_path / "asked.jsonl", rows))
-    assert word in told
-    assert len(rows) < 2 or "asked.jsonl:2" in told or "row 2" in told or "line 2" in told
+    message = refused(capsys, classifier, lines(tmp_path / "asked.jsonl", rows))
+    assert word in message
+    assert len(rows) < 2 or "asked.jsonl:2" in message or "row 2" in message or "line 2" in message
 
 
 def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
@@ -311,9 +311,9 @@ def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
     ],
 )
 def test_a_row_that_asks_for_nothing_is_reported_with_its_columns(writer, tmp_path, capsys, rows, word):
-    told = refused(capsys, writer, lines(tmp_path / "asked.jsonl", rows))
-    assert word in told
-    assert len(rows) < 2 or "asked.jsonl:2" in told
+    message = refused(capsys, writer, lines(tmp_path / "asked.jsonl", rows))
+    assert word in message
+    assert len(rows) < 2 or "asked.jsonl:2" in message
 
 
 def test_the_run_reads_rows_as_it_did_in_training(tmp_path, capsys):
@@ -322,9 +322,11 @@ def test_the_run_reads_rows_as_it_did_in_training(tmp_path, capsys):
     run = train(
         tmp_path, {"model_type": "textcnn", "hidden_size": 16, "num_filters": 8}, rows, "classification", source=source
     )
-    assert len(said(capsys, run, lines(tmp_path / "asked.jsonl", [{"body": text} for text in TEXTS]))) == len(TEXTS)
+    assert len(answers_of(capsys, run, lines(tmp_path / "asked.jsonl", [{"body": text} for text in TEXTS]))) == len(
+        TEXTS
+    )
     assert load(str(run / "config.yaml")).data.labels == ("a", "b")
-    assert list(predict(run, str(tmp_path / "asked.jsonl"), Request())) == said(
+    assert list(predict(run, str(tmp_path / "asked.jsonl"), Request())) == answers_of(
         capsys, Path(run), tmp_path / "asked.jsonl"
     )
 
@@ -333,7 +335,7 @@ def test_chats_without_a_template_are_refused_once(tmp_path, capsys):
     base = save_model(tmp_path / "base")
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
     rows = lines(tmp_path / "rows.jsonl", [{"messages": turns}] * 12)
-    for words in ((), ("--score",)):
-        told = refused(capsys, base, rows, *words)
-        assert told.count("the rows are chats and the tokenizer has no chat template") == 1
-        assert "apply_chat_template" not in told
+    for arguments in ((), ("--score",)):
+        message = refused(capsys, base, rows, *arguments)
+        assert message.count("the rows are chats and the tokenizer has no chat template") == 1
+        assert "apply_chat_template" not in message

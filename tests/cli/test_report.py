@@ -47,11 +47,11 @@ def test_what_is_no_run_or_cannot_be_written_exits_2(folder, tmp_path, capsys):
         (str(folder), "--output", str(tmp_path / "none" / "a.html")): "a folder that exists",
         (str(folder),): "report.html cannot be written",
     }
-    for words, said in wrong.items():
-        assert main(["report", *words]) == 2
+    for arguments, message in wrong.items():
+        assert main(["report", *arguments]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert said in err
+        assert message in err
         assert "Traceback" not in err
 
 

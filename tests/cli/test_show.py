@@ -22,28 +22,28 @@ def plain_values(monkeypatch):
     monkeypatch.setattr("framework.run.planning.fit.decide", lambda config, runs_here: Decided(opened(config), ()))
 
 
-@pytest.mark.parametrize("words", ASKED, ids=lambda words: " ".join(words) or "as shipped")
-def test_what_is_printed_is_accepted_and_the_same(words, write, capsys):
-    _try("chat", ["model=qwen3_8b", "peft=qlora", *words], write, capsys)
+@pytest.mark.parametrize("arguments", ASKED, ids=lambda arguments: " ".join(arguments) or "as shipped")
+def test_what_is_printed_is_accepted_and_the_same(arguments, write, capsys):
+    _try("chat", ["model=qwen3_8b", "peft=qlora", *arguments], write, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ASKED, ids=lambda words: " ".join(words) or "as shipped")
-def test_every_recipe_as_printed_is_accepted_and_the_same(words, write, capsys):
+@pytest.mark.parametrize("arguments", ASKED, ids=lambda arguments: " ".join(arguments) or "as shipped")
+def test_every_recipe_as_printed_is_accepted_and_the_same(arguments, write, capsys):
     for name in shipped.recipes():
-        _try(name, words, write, capsys)
+        _try(name, arguments, write, capsys)
 
 
-def _try(name, words, write, capsys):
-    assert not main(["show", name, "--resolve", *words])
+def _try(name, arguments, write, capsys):
+    assert not main(["show", name, "--resolve", *arguments])
     printed = write(capsys.readouterr().out, "printed.yaml")
     assert main(["check", str(printed), "--quick"]) == 0, (name, capsys.readouterr().err)
     capsys.readouterr()
-    assert compose(printed).config == with_length(with_precision(opened(compose(name, words).config))), name
+    assert compose(printed).config == with_length(with_precision(opened(compose(name, arguments).config))), name
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype", "autocast"),
+    ("arguments", "dtype", "autocast"),
     [
         (["gpu=rtx4090_24gb"], "float32", "bf16"),
         (["gpu=t4_16gb"], "float32", "fp16"),
@@ -53,10 +53,10 @@ def _try(name, words, write, capsys):
     ],
 )
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_an_unset_precision_is_printed_as_what_it_stands_for(words, dtype, autocast, key, write, capsys):
+def test_an_unset_precision_is_printed_as_what_it_stands_for(arguments, dtype, autocast, key, write, capsys):
     """As transformers 5 and 4 write the dtype that a checkpoint is stored in."""
     written = write(f"model: {{architecture: {{model_type: llama, {key}: bfloat16}}}}")
-    assert not main(["show", str(written), *words, "--resolve"])
+    assert not main(["show", str(written), *arguments, "--resolve"])
     printed = capsys.readouterr().out.splitlines()
     assert f"  torch_dtype_str: {dtype}" in printed
     assert f"  mixed_precision_dtype: {autocast}" in printed

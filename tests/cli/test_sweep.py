@@ -28,8 +28,8 @@ data: {train: [{path: user/set}]}
 """
 STAND_IN = """
 import json, os, pathlib, signal, sys
-said = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
-folder, seed = pathlib.Path(said["training.output_dir"]), int(said["training.seed"])
+overrides = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+folder, seed = pathlib.Path(overrides["training.output_dir"]), int(overrides["training.seed"])
 print("words", *sys.argv[1:])
 print("cards", os.environ.get("CUDA_VISIBLE_DEVICES"), file=sys.stderr)
 if seed == 130:
@@ -55,8 +55,8 @@ def command(write, capsys, monkeypatch):
     stand_in = [sys.executable, "-c", STAND_IN]
     monkeypatch.setattr(SweptRun, "command", lambda run, job: [*stand_in, *run.arguments(job)[1:]])
 
-    def run_command(*words: str):
-        code = main(["train", "r.yaml", "-m", "gpu=cpu", *words])
+    def run_command(*arguments: str):
+        code = main(["train", "r.yaml", "-m", "gpu=cpu", *arguments])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err, captured.err
         return code, captured.out, captured.err
@@ -149,11 +149,11 @@ def test_a_dry_run_writes_nothing(command):
 
 
 def test_while_runs_are_made_they_alone_say_what_is_being_done(command, monkeypatch):
-    said = []
-    monkeypatch.setattr("framework.cli.sweep.now", said.append)
-    monkeypatch.setattr("framework.cli.sweep._launch", lambda *_: said.append("launched") or [])
+    messages = []
+    monkeypatch.setattr("framework.cli.sweep.now", messages.append)
+    monkeypatch.setattr("framework.cli.sweep._launch", lambda *_: messages.append("launched") or [])
     command("training.seed=1,2")
-    assert said == ["", "launched"]
+    assert messages == ["", "launched"]
 
 
 @pytest.mark.slow
@@ -223,8 +223,8 @@ def test_the_page_tells_commands_whose_runs_compose():
     page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
     typed = [shlex.split(line)[2:] for line in page.splitlines() if line.startswith("tunesmith train")]
     assert len(typed) == 5
-    for recipe, *words in typed:
-        sweep = sweep_of([word for word in words if not word.startswith("-")])
+    for recipe, *arguments in typed:
+        sweep = sweep_of([word for word in arguments if not word.startswith("-")])
         known = sweep if sweep.chosen("launcher") == "basic" else replace(sweep, settings=())
         jobs = known.outline("runs/x").jobs
         assert jobs

@@ -137,14 +137,14 @@ def test_a_run_that_is_done_says_so_when_it_is_resumed(recipe, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("arguments", "code", "message"),
     [
         (["training.learning_rate=1e30", "training.max_steps=9"], 4, "loss"),
         (["gpu.usable_bytes=1000"], 3, "usable"),
         (["training.learning_rate=x"], 2, "cannot be 'x'"),
     ],
 )
-def test_what_ends_a_run_early_is_one_document(recipe, capfd, words, code, message):
-    assert main(["train", str(recipe), "--json", "gpu=cpu", *words]) == code
+def test_what_ends_a_run_early_is_one_document(recipe, capfd, arguments, code, message):
+    assert main(["train", str(recipe), "--json", "gpu=cpu", *arguments]) == code
     [problem] = json.loads(capfd.readouterr().out)["errors"]
     assert message in problem["message"]

@@ -9,11 +9,11 @@ from framework.compose.writing import amended
 def test_rows_a_device_that_follow_from_the_global_batch_do_so_on_the_cards_it_is_for(write):
     """On one card the text alone would be 8 rows a device, which two cannot share."""
     write("training: {global_batch_size: 8}\n")
-    words = ["gpu=h100_80gb", "gpu.count=2"]
-    text = amended("r.yaml", words, load("r.yaml", words), [])
+    overrides = ["gpu=h100_80gb", "gpu.count=2"]
+    text = amended("r.yaml", overrides, load("r.yaml", overrides), [])
     assert "per_device_train_batch_size" not in text
     write(text)
-    assert load("r.yaml", words).training.per_device_train_batch_size == 4
+    assert load("r.yaml", overrides).training.per_device_train_batch_size == 4
 
 
 def test_where_the_text_says_something_else_what_is_no_default_is_written(write):

@@ -37,9 +37,9 @@ def test_where_the_default_works_it_stays(written):
 
 def test_what_is_written_stays_and_is_refused_where_it_does_not_divide():
     assert rows(f"{KEY}=8", "training.global_batch_size=4") == (8, f"command line: {KEY}=8")
-    words = ["training.global_batch_size=12", "gpu=h100_80gb", "gpu.count=8"]
+    overrides = ["training.global_batch_size=12", "gpu=h100_80gb", "gpu.count=8"]
     for written, message in (([f"{KEY}=2"], "2 per device x 8 devices"), ([], "8 per device x 8 devices")):
-        problems = check_request("quickstart", ["~" + KEY, *words, *written]).problems
+        problems = check_request("quickstart", ["~" + KEY, *overrides, *written]).problems
         found = [item for item in problems if "batch" in item.key]
         assert [message in str(item) for item in found] == [True]
         assert "or of 8 with fewer rows per device" in str(found[0])

@@ -12,9 +12,9 @@ from framework.schema.renamed import OldName
 from framework.text import to_yaml
 
 
-def problems_of(recipe, *words):
+def problems_of(recipe, *arguments):
     with pytest.raises(RequestError) as caught:
-        compose(recipe, words)
+        compose(recipe, arguments)
     return {problem.key: problem for problem in caught.value.problems}
 
 
@@ -140,7 +140,7 @@ def test_every_old_name_leads_to_a_key():
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("model.device_map=auto", "--nproc N"),
         ("training.greater_is_better=true", "training.best_metric"),
@@ -152,9 +152,9 @@ def test_every_old_name_leads_to_a_key():
         ("training.logging_nan_inf_filter=true", "stops the run"),
     ],
 )
-def test_what_no_recipe_says_here_tells_what_does(write, word, said):
+def test_what_no_recipe_says_here_tells_what_does(write, word, message):
     [problem] = problems_of(write("model: {model_name: a}\n"), word).values()
-    assert said in problem.message
+    assert message in problem.message
     assert problem.nearest is None
 
 
@@ -215,8 +215,8 @@ def test_a_group_chosen_twice_on_the_command_line_is_refused(write):
 
 
 def test_a_key_written_twice_on_the_command_line_takes_the_last_and_is_warned_about(write):
-    words = ["training.seed=1", "training.seed=2", "model.freeze_layers+=[a]", "model.freeze_layers+=[b]"]
-    found = compose(write("model: {model_name: a}\n"), words)
+    overrides = ["training.seed=1", "training.seed=2", "model.freeze_layers+=[a]", "model.freeze_layers+=[b]"]
+    found = compose(write("model: {model_name: a}\n"), overrides)
     assert (found.config.training.seed, found.config.model.freeze_layers) == (2, ("a", "b"))
     [warning] = found.warnings
     assert "`training.seed=1` has no effect: `training.seed=2` comes after it" in warning

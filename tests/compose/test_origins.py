@@ -91,8 +91,8 @@ def test_the_annotated_yaml_reads_the_same(write):
 def test_differences_name_both_values_and_origins(write):
     write("training: {seed: 1}\nmodel: {freeze_layers: [a, b]}\n", "a.yaml")
     write("defaults: [{training: low_memory}]\nmodel: {freeze_layers: [a]}\ndata: {packing: true}\n", "b.yaml")
-    words = ["training.max_steps=3"]
-    found = differences(compose("a.yaml", words), compose("b.yaml", words))
+    overrides = ["training.max_steps=3"]
+    found = differences(compose("a.yaml", overrides), compose("b.yaml", overrides))
     assert [(each.key, each.a, each.b, str(each.origin_a), str(each.origin_b)) for each in found] == [
         ("training.per_device_train_batch_size", 8, 1, "default", "preset training/low_memory.yaml:3"),
         ("training.enable_gradient_checkpointing", False, True, "default", "preset training/low_memory.yaml:4"),

@@ -89,7 +89,7 @@ def test_a_relative_that_was_downloaded_decides(recipe, monkeypatch, tmp_path):
 
 
 def test_a_teachers_architecture_is_listed_too(recipe):
-    words = ["training.teacher.model_name=./folder", "training.teacher.architecture={rms_norm_eps: 1e-2}"]
-    made = compose(recipe, words)
+    overrides = ["training.teacher.model_name=./folder", "training.teacher.architecture={rms_norm_eps: 1e-2}"]
+    made = compose(recipe, overrides)
     assert made.config.training.teacher.architecture.thaw() == {"rms_norm_eps": 1e-2}
     assert "training.teacher.architecture" in made.warnings[0]

@@ -17,14 +17,14 @@ def recipe(write):
     return write(RECIPE)
 
 
-def refused(recipe, *words):
+def refused(recipe, *arguments):
     with pytest.raises(RequestError) as caught:
-        compose(recipe, words)
+        compose(recipe, arguments)
     return caught.value.problems
 
 
 @pytest.mark.parametrize(
-    ("words", "seed", "decay", "ratio", "norm"),
+    ("arguments", "seed", "decay", "ratio", "norm"),
     [
         ((), 1, 0.3, 0.1, 3),
         (("training=high.yaml",), 2, 0.2, 0.0, 3),
@@ -41,8 +41,8 @@ def refused(recipe, *words):
         (("++training.seed=8", "training.seed=7"), 7, 0.3, 0.1, 3),
     ],
 )
-def test_the_higher_layer_wins(recipe, words, seed, decay, ratio, norm):
-    training = load(recipe, words).training
+def test_the_higher_layer_wins(recipe, arguments, seed, decay, ratio, norm):
+    training = load(recipe, arguments).training
     assert (training.seed, training.weight_decay, training.warmup_ratio, training.max_grad_norm) == (
         seed,
         decay,
@@ -90,7 +90,7 @@ def test_an_index_beyond_the_list_is_refused(write):
 
 
 @pytest.mark.parametrize(
-    ("body", "words", "accumulation", "global_size"),
+    ("body", "arguments", "accumulation", "global_size"),
     [
         ("global_batch_size: 64", ["training.gradient_accumulation_steps=2"], 2, None),
         ("gradient_accumulation_steps: 2", ["training.global_batch_size=64"], None, 64),
@@ -98,8 +98,8 @@ def test_an_index_beyond_the_list_is_refused(write):
         ("seed: 1", ["training.global_batch_size=64", "training.gradient_accumulation_steps=8"], 8, 64),
     ],
 )
-def test_accumulation_and_global_batch_drop_each_other(write, body, words, accumulation, global_size):
-    training = load(write(f"training: {{{body}}}\n"), words).training
+def test_accumulation_and_global_batch_drop_each_other(write, body, arguments, accumulation, global_size):
+    training = load(write(f"training: {{{body}}}\n"), arguments).training
     assert (training.gradient_accumulation_steps, training.global_batch_size) == (accumulation, global_size)
 
 

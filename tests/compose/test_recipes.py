@@ -19,9 +19,9 @@ RATE = "training.learning_rate"
 CARD = "gpu: {usable_bytes: 9_000_000_000, capability: '8.6'}\n"
 
 
-def problems_of(recipe, *words):
+def problems_of(recipe, *arguments):
     with pytest.raises(RequestError) as caught:
-        compose(recipe, words)
+        compose(recipe, arguments)
     return caught.value.problems
 
 
@@ -47,8 +47,8 @@ def test_an_earlier_name_is_the_recipe_that_it_was(write, name):
         f"`{name}` is now `{EARLIER_RECIPES[name].typed}`; the earlier name is removed in version {EARLIER_UNTIL}",
     )
     if model == "qwen3_4b":
-        recipe, *words = EARLIER_RECIPES[name].typed.split()
-        now = compose(recipe, [*words, "gpu=h100_80gb"])
+        recipe, *arguments = EARLIER_RECIPES[name].typed.split()
+        now = compose(recipe, [*arguments, "gpu=h100_80gb"])
         assert (now.config, now.warnings) == (before, ())
 
 
@@ -135,8 +135,8 @@ def test_a_folder_of_presets_is_named_on_the_command_line(write, capsys):
     own("presets", "peft", "tiny", "training: {use_peft: true}\npeft: {lora_r: 2}\n")
     recipe = str(write("model: {model_name: a}\n"))
     assert load(recipe, ["config_dir=presets", "peft=tiny"]).peft.lora_r == 2
-    for words in (["--config-dir", "presets"], ["--config-dir=presets"]):
-        assert main(["show", *words, recipe, "peft=tiny", "--origin"]) == 0
+    for arguments in (["--config-dir", "presets"], ["--config-dir=presets"]):
+        assert main(["show", *arguments, recipe, "peft=tiny", "--origin"]) == 0
         assert "lora_r: 2  # preset presets/peft/tiny.yaml:2" in capsys.readouterr().out
     [problem] = problems_of(recipe, "config_dir=preset")
     assert (problem.key, problem.nearest) == ("config_dir", "presets")
@@ -146,9 +146,9 @@ def test_a_folder_of_presets_is_named_on_the_command_line(write, capsys):
 
 def test_a_comma_in_the_name_of_the_folder_is_no_list(write):
     own("a,b", "peft", "tiny", "training: {use_peft: true}\npeft: {lora_r: 2}\n")
-    words = ["config_dir=a,b", "peft=tiny,lora"]
-    assert list(listed(words, takes_cards=False)[1]) == ["tiny", "lora"]
-    assert (sweep_of(words).words, sweep_of(words).swept) == (("config_dir=a,b", "peft"), {"peft": "tiny,lora"})
+    overrides = ["config_dir=a,b", "peft=tiny,lora"]
+    assert list(listed(overrides, takes_cards=False)[1]) == ["tiny", "lora"]
+    assert (sweep_of(overrides).words, sweep_of(overrides).swept) == (("config_dir=a,b", "peft"), {"peft": "tiny,lora"})
     assert load(write("model: {model_name: a}\n"), ["config_dir=a,b", "peft=tiny"]).peft.lora_r == 2
 
 
@@ -163,9 +163,9 @@ def test_an_own_preset_comes_before_a_shipped_one_of_its_name_and_that_is_a_warn
 
 def test_a_recipe_with_presets_of_its_own_is_written_so_that_it_composes(write):
     own("presets", "peft", "tiny", "training: {use_peft: true}\npeft: {lora_r: 2}\n")
-    words = ["config_dir=presets", "peft=tiny", "training=low_memory", "gpu=cpu"]
-    config = load("chat", words)
-    text = amended("chat", words, config, [])
+    overrides = ["config_dir=presets", "peft=tiny", "training=low_memory", "gpu=cpu"]
+    config = load("chat", overrides)
+    text = amended("chat", overrides, config, [])
     assert load(write(text), ["gpu=cpu"]) == config
     plain = ["training=low_memory", "gpu=cpu"]
     kept = amended("qwen3_4b_lora", plain, load("qwen3_4b_lora", plain), [])
@@ -222,8 +222,8 @@ def test_the_page_lists_every_recipe_and_its_commands_compose(write):
     assert {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])} == set(recipes())
     typed = re.findall(r"^    tunesmith (?:train|show) (.*)$", text, re.M)
     assert len(typed) == 2
-    for words in typed:
-        recipe, *rest = (word for word in words.split() if not word.startswith("--"))
+    for arguments in typed:
+        recipe, *rest = (word for word in arguments.split() if not word.startswith("--"))
         assert not check_request(recipe, rest).problems
     [card] = re.findall(r"```yaml\n# conf/gpu/mycard.yaml\n(.*?)```", text, re.S)
     own("conf", "gpu", "mycard", card)

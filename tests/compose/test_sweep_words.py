@@ -12,14 +12,14 @@ from framework.compose.sweep import quoted, sweep_of
 from framework.errors import RequestError
 
 
-def jobs_of(*words: str, folder: str = "runs/r"):
-    sweep = sweep_of(words)
+def jobs_of(*arguments: str, folder: str = "runs/r"):
+    sweep = sweep_of(arguments)
     return sweep, sweep.outline(folder).jobs
 
 
-def problems_of(*words: str) -> dict[str, str]:
+def problems_of(*arguments: str) -> dict[str, str]:
     with pytest.raises(RequestError) as refused:
-        jobs_of(*words)
+        jobs_of(*arguments)
     return {problem.key: str(problem) for problem in refused.value.problems}
 
 

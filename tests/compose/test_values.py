@@ -9,9 +9,9 @@ from framework.errors import RequestError
 from framework.schema.keys import every_key, key_at
 
 
-def problems_of(recipe, *words):
+def problems_of(recipe, *arguments):
     with pytest.raises(RequestError) as caught:
-        compose(recipe, words)
+        compose(recipe, arguments)
     return {problem.key: problem for problem in caught.value.problems}
 
 
@@ -201,10 +201,10 @@ def test_paths_are_made_absolute_where_the_command_was_typed(write):
 
 
 @pytest.mark.parametrize("body", ["data: []", "data: 3", "training: [a]", "model: {architecture: [1]}", "gpu: [x]"])
-@pytest.mark.parametrize("words", [(), ("training.run_name=${training.seed}", "gpu=24gb", "training=low_memory")])
-def test_a_section_of_the_wrong_kind_is_reported_not_merged(write, body, words):
+@pytest.mark.parametrize("arguments", [(), ("training.run_name=${training.seed}", "gpu=24gb", "training=low_memory")])
+def test_a_section_of_the_wrong_kind_is_reported_not_merged(write, body, arguments):
     with pytest.raises(RequestError, match="cannot be"):
-        compose(write(f"{body}\npeft: {{lora_alpha: '${{peft.lora_r}}'}}\n"), words)
+        compose(write(f"{body}\npeft: {{lora_alpha: '${{peft.lora_r}}'}}\n"), arguments)
 
 
 @pytest.mark.parametrize(

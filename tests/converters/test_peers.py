@@ -51,7 +51,7 @@ def test_every_file_is_converted_or_refused_with_the_reason(tool) -> None:
     for error in refused:
         assert error.exit_code == 2
         (problem,) = error.problems
-        assert any(words in problem.message for words in NOT_OURS), problem.message
+        assert any(phrase in problem.message for phrase in NOT_OURS), problem.message
         assert problem.where
         assert problem.where.rpartition(":")[2].isdecimal()
 

@@ -319,8 +319,8 @@ def test_what_does_not_hold_here_is_left_and_reported(converted) -> None:
     assert reasons(found, "seed") == [(Why.DEFAULT, "training.seed: 42")]
     assert reasons(found, "wandb_name") == [(Why.DEFAULT, "empty")]
     line = text.splitlines().index("frobnicate: 3") + 1
-    (told,) = (str(row) for row in found.left if row.key == "frobnicate")
-    assert told.endswith(f":{line}: frobnicate: 3: no equivalent")
+    (message,) = (str(row) for row in found.left if row.key == "frobnicate")
+    assert message.endswith(f":{line}: frobnicate: 3: no equivalent")
 
 
 def test_what_is_trained_goes_before_what_saves_memory(converted) -> None:
@@ -333,7 +333,7 @@ def test_what_is_trained_goes_before_what_saves_memory(converted) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "key", "said"),
+    ("text", "key", "message"),
     [
         (AXOLOTL + "rl: grpo\n", "rl", "rollouts"),
         (AXOLOTL + "processor_type: AutoProcessor\n", "processor_type", "images or sound"),
@@ -348,19 +348,19 @@ def test_what_is_trained_goes_before_what_saves_memory(converted) -> None:
         ("base_model: a/b\nbase_model: c/d\n", "base_model", "written twice"),
     ],
 )
-def test_what_is_not_ours_is_refused_with_key_and_line(text, key, said, refusal) -> None:
+def test_what_is_not_ours_is_refused_with_key_and_line(text, key, message, refusal) -> None:
     error = refusal(text)
     assert error.exit_code == 2
     (problem,) = error.problems
     assert problem.key == key
-    assert said in problem.message
+    assert message in problem.message
     assert problem.where is not None
     line = next(number for number, row in enumerate(text.splitlines(), 1) if key.rpartition(".")[2] in row)
     assert int(problem.where.rpartition(":")[2]) >= line
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a: [", "not YAML"),
         ("- a\n", "must hold a mapping"),
@@ -371,9 +371,9 @@ def test_what_is_not_ours_is_refused_with_key_and_line(text, key, said, refusal)
          "c: &c [*b, *b, *b, *b, *b, *b, *b, *b]\nd: [*c, *c, *c, *c, *c, *c, *c, *c]\n", "more than 3000 values"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_none_is_refused(text, said, refusal) -> None:
+def test_a_file_that_is_none_is_refused(text, message, refusal) -> None:
     (problem,) = refusal(text).problems
-    assert said in problem.message
+    assert message in problem.message
 
 
 def test_an_unknown_tool_is_reported_with_what_was_looked_for(refusal) -> None:
@@ -520,9 +520,9 @@ def test_minus_one_step_is_no_length(converted) -> None:
 )
 def test_a_value_of_another_kind_is_not_called_the_default(text, key, converted) -> None:
     found, _ = converted(text)
-    ((why, said),) = reasons(found, key)
+    ((why, messages),) = reasons(found, key)
     assert why is Why.ABSENT
-    assert said.startswith("not read: a ")
+    assert messages.startswith("not read: a ")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def in_time() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def run(*words: str, codes: Sequence[int] = (0, 2), writes: Sequence[Path] = ()) -> Done:
+def run(*arguments: str, codes: Sequence[int] = (0, 2), writes: Sequence[Path] = ()) -> Done:
     """One command. Its code is one of `codes`, it explains each but 0, shows no traceback and steers no terminal,
     prints one document with `--json`, takes no longer than it may, and changes nothing but in `writes` and caches."""
     out, err = io.StringIO(), io.StringIO()
@@ -94,21 +94,21 @@ def run(*words: str, codes: Sequence[int] = (0, 2), writes: Sequence[Path] = ())
         stack.enter_context(patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err))
         changed = stack.enter_context(changes())
         stack.enter_context(in_time())
-        code = cli.main([*words])
+        code = cli.main([*arguments])
     done = Done(code, out.getvalue(), err.getvalue())
-    told = f"{words}: {done}"
-    assert code in codes, told
-    assert "\nTraceback" not in f"\n{done.err}", told
-    assert not OBEYED.search(done.out + done.err), told
-    if "--json" in words:
-        assert isinstance(json.loads(done.out), dict), told
+    where = f"{arguments}: {done}"
+    assert code in codes, where
+    assert "\nTraceback" not in f"\n{done.err}", where
+    assert not OBEYED.search(done.out + done.err), where
+    if "--json" in arguments:
+        assert isinstance(json.loads(done.out), dict), where
     elif code:
-        assert done.err, told
+        assert done.err, where
     compiler = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")  # torch makes it when first imported
     places = [Path(place).absolute() for place in (*writes, os.environ["XDG_CACHE_HOME"], os.devnull, compiler)]
     changed = [path for path in changed if path != tempfile.gettempdir()]  # a file there that has no name
     modules = [f"{entry}{os.sep}" for entry in sys.path if entry]  # whose bytecode Python keeps next to them
     changed = [path for path in changed if "__pycache__" not in path or not path.startswith((*modules,))]
     stray = [path for path in changed if not any(Path(path).is_relative_to(place) for place in places)]
-    assert not stray, (words, stray)
+    assert not stray, (arguments, stray)
     return done

@@ -29,8 +29,8 @@ class Disk:
         self.at = at
 
     def mount(self, options: str) -> bool:
-        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.at)]
-        return subprocess.run(words, check=False, capture_output=True).returncode == 0
+        arguments = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.at)]
+        return subprocess.run(arguments, check=False, capture_output=True).returncode == 0
 
     def is_of(self, size: int) -> None:
         assert self.mount(f"remount,size={size}")

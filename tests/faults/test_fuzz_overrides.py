@@ -55,8 +55,8 @@ def word(dice):
 @drawn(15, 15_000)
 def test_any_arguments_are_obeyed_or_refused(dice):
     verb = dice.choice(VERBS)
-    words = [word(dice) for _ in range(1 if len(verb) == 1 else dice.randrange(1, 4))]
-    run(*verb, *words)
+    arguments = [word(dice) for _ in range(1 if len(verb) == 1 else dice.randrange(1, 4))]
+    run(*verb, *arguments)
 
 
 LONG = "x" * 300
@@ -79,6 +79,6 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("words", PLACES, ids=lambda words: " ".join(words).replace(LONG, "LONG"))
-def test_a_name_that_is_too_long_for_a_file_is_refused(words):
-    run(*words, codes=(2,))
+@pytest.mark.parametrize("arguments", PLACES, ids=lambda arguments: " ".join(arguments).replace(LONG, "LONG"))
+def test_a_name_that_is_too_long_for_a_file_is_refused(arguments):
+    run(*arguments, codes=(2,))

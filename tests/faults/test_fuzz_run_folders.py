@@ -50,11 +50,11 @@ def test_a_damaged_file_of_a_run(whole, dice):
     (folder / name).write_bytes(spoiled(name, files[name], dice))
     try:
         verb = dice.choice(["explain"] * 29 + ["report"] + ["show"] * 9 * (name == "config.yaml"))
-        words = {
+        arguments = {
             "explain": ["explain", str(folder), "--json"],
             "report": ["report", str(folder)],
             "show": ["show", str(folder / "config.yaml"), dice.choice(["--origin", "--json"])],
         }[verb]
-        run(*words, writes=[folder] if verb == "report" else [])
+        run(*arguments, writes=[folder] if verb == "report" else [])
     finally:
         shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).write_bytes(files[name])

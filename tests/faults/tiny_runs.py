@@ -41,8 +41,8 @@ def request(corpus: Path, folder: Path, **training: Any) -> TrainingConfig:
 def log_of(folder: Path) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` without what is timed or measured."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    told = ("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens", "eval_loss")
-    return [{key: line[key] for key in told if key in line} for line in lines]
+    shown = ("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens", "eval_loss")
+    return [{key: line[key] for key in shown if key in line} for line in lines]
 
 
 def go_on(whole: Whole, folder: Path, **training: Any) -> None:

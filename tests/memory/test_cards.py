@@ -217,8 +217,8 @@ def test_a_mixed_list_plans_for_the_smallest() -> None:
     chosen = smallest([sized("40gb"), sized("40gb"), sized("80gb")])
     assert (chosen["name"], chosen["count"]) == ("40gb", 3)
     assert chosen["usable_bytes"] == sized("40gb")["usable_bytes"]
-    said = assumptions(GPUParams(**chosen))
-    assert any("40gb, 40gb, 80gb: equal shares, so 40gb is the limit" in line for line in said)
+    assumption = assumptions(GPUParams(**chosen))
+    assert any("40gb, 40gb, 80gb: equal shares, so 40gb is the limit" in line for line in assumption)
 
 
 def test_equal_cards_stay_what_they_are() -> None:
@@ -287,15 +287,15 @@ def test_assumptions_name_what_was_not_measured() -> None:
 
 
 def test_assumptions_of_a_size_name_the_size_the_share_and_the_missing_speed() -> None:
-    said = "\n".join(assumptions(GPUParams(**sized("24gb"))))
-    for words in ("size only", "capability 8.6", "90%", "767 MiB", "no step time"):
-        assert words in said
+    assumption = "\n".join(assumptions(GPUParams(**sized("24gb"))))
+    for part in ("size only", "capability 8.6", "90%", "767 MiB", "no step time"):
+        assert part in assumption
 
 
 def test_assumptions_name_what_a_card_file_of_the_user_leaves_out() -> None:
-    said = "\n".join(assumptions(GPUParams(name="mine", usable_bytes=GIB, capability="8.0")))
-    assert "usable memory 1,024 MiB, without a source" in said
-    assert any("driver context is not stated, taken as an H100's, 767 MiB" in line for line in said.split("\n"))
+    assumption = "\n".join(assumptions(GPUParams(name="mine", usable_bytes=GIB, capability="8.0")))
+    assert "usable memory 1,024 MiB, without a source" in assumption
+    assert any("driver context is not stated, taken as an H100's, 767 MiB" in line for line in assumption.split("\n"))
     assert context_of(GPUParams(name="mine", usable_bytes=GIB)) == context_of(typed("h100_80gb"))
     assert context_of(GPUParams(name="mine", usable_bytes=GIB, context_bytes=5)) == 5
     assert context_of(typed("cpu")) == 0

@@ -20,7 +20,7 @@ def test_a_plan_is_read_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value", "said"),
+    ("section", "key", "value", "message"),
     [
         ("device", "count", "many", "device.count is 'many'"),
         ("device", "name", 3, "device.name is '3'"),
@@ -31,9 +31,9 @@ def test_a_plan_is_read_again() -> None:
         ("host", "processes", 10**400, "host.processes is '1000"),
     ],
 )
-def test_another_kind_of_value_is_named(section: str, key: str, value: object, said: str) -> None:
+def test_another_kind_of_value_is_named(section: str, key: str, value: object, message: str) -> None:
     read = document()
     read[section][key] = value
     with pytest.raises(TypeError) as caught:
         Plan.from_json(read)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)

@@ -26,13 +26,13 @@ def test_it_says_what_the_terminal_says_and_refers_to_nothing_outside() -> None:
     found = found_on(config_on(4000))
     page = fit_page("<tiny>", found)
     reader = Reader(page)
-    said = " ".join(reader.words)
-    assert "<tiny>" in said, "a name is text, never markup"
+    message = " ".join(reader.words)
+    assert "<tiny>" in message, "a name is text, never markup"
     assert not {tag for tag, _ in reader.tags} & {"script", "link", "img", "iframe", "object", "embed", "tiny"}
     assert not re.search(r"https?:|//|url\(|@import", page)
     table = [str(line) for line in fit_lines("tiny", found)]
     for change in found.changes:
-        assert change.key in said
+        assert change.key in message
         assert any(change.key in line for line in table)
     assert set(found.overrides) <= set(reader.words)
 

@@ -58,11 +58,11 @@ def test_it_refers_to_nothing_outside_itself(plan: Plan) -> None:
 
 def test_it_says_what_the_terminal_says() -> None:
     text = " ".join(Reader(plan_page("tiny", PLAN, MEASURED)).words)
-    said = [verdict(PLAN).headline, *verdict(PLAN).details, *PLAN.assumptions, *PLAN.warnings]
-    said += [word for fact in facts(PLAN) for word in fact]
-    said += [word for row in measured_rows(PLAN, MEASURED) for word in (row.name, row.predicted, row.measured)]
-    said += [word for key, count in BACKWARD.to_json().items() if count for word in (TERMS[key], size(count))]
-    assert [word for word in said if word not in text] == []
+    texts = [verdict(PLAN).headline, *verdict(PLAN).details, *PLAN.assumptions, *PLAN.warnings]
+    texts += [word for fact in facts(PLAN) for word in fact]
+    texts += [word for row in measured_rows(PLAN, MEASURED) for word in (row.name, row.predicted, row.measured)]
+    texts += [word for key, count in BACKWARD.to_json().items() if count for word in (TERMS[key], size(count))]
+    assert [word for word in texts if word not in text] == []
 
 
 def test_names_are_escaped() -> None:

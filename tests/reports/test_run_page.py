@@ -50,7 +50,7 @@ def test_everything_is_reported(done):
     page = page_of(done)
     found = text(page)
     assert drawings(page) == PLOTS
-    for said in (
+    for assumption in (
         "mine: done, 5 of 5 steps made",
         "recipe mine",
         "tunesmith train mine gpu=rtx4090_24gb",
@@ -73,7 +73,7 @@ def test_everything_is_reported(done):
         *PLAN.assumptions,
         *PLAN.warnings,
     ):
-        assert said in found, said
+        assert assumption in found, assumption
     assert "peft" not in found.partition("max_steps")[0], "a package that is not installed has no version"
     assert "Missing or incomplete files" not in found
 
@@ -124,8 +124,14 @@ def test_a_run_without_steps_says_what_there_is_not(tmp_path):
     folder = make_run(tmp_path / "mine", [])
     page = page_of(folder)
     assert drawings(page) == []
-    for said in ("no step made", "there is nothing to draw", "the plan alone", "backward 18.50 GiB", "metrics.jsonl: "):
-        assert said in text(page)
+    for message in (
+        "no step made",
+        "there is nothing to draw",
+        "the plan alone",
+        "backward 18.50 GiB",
+        "metrics.jsonl: ",
+    ):
+        assert message in text(page)
     for name in ("config.yaml", "plan.json"):
         (folder / name).unlink()
     found = text(page_of(folder))
@@ -229,8 +235,8 @@ def test_evaluations_by_named_sets_and_samples(tmp_path):
     folder = make_run(tmp_path / "r", lines)
     samples = [{"step": each, "prompt": "<b>", "completion": f"after {each}"} for each in (1, 2)]
     (folder / "samples.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in samples) + '{"step": 3, "pro')
-    said = text(page_of(folder))
-    assert "All held-out rows Step eval loss perplexity python/mine 1 2 2 7 2 1.9 2 7" in said
-    assert "Loss of each set Step code chat 1 2.5 1.5 2 2.5 1.25" in said
-    assert "Each set, at step 2 Set eval loss perplexity code 2.5 12.18 chat 1.25 -" in said
-    assert "Greedy completions at step 2. <b> after 2 Before Step 1 after 1" in said
+    message = text(page_of(folder))
+    assert "All held-out rows Step eval loss perplexity python/mine 1 2 2 7 2 1.9 2 7" in message
+    assert "Loss of each set Step code chat 1 2.5 1.5 2 2.5 1.25" in message
+    assert "Each set, at step 2 Set eval loss perplexity code 2.5 12.18 chat 1.25 -" in message
+    assert "Greedy completions at step 2. <b> after 2 Before Step 1 after 1" in message

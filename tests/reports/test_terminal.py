@@ -49,7 +49,7 @@ def test_colour_is_for_terminals_alone_and_can_be_switched_off(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("usable", "fits", "words"),
+    ("usable", "fits", "arguments"),
     [
         (24, True, "fits on it: up to 21.00 GiB of 24.00 GiB usable, 3.00 GiB left"),
         (21, True, "fits on it: up to 21.00 GiB of 21.00 GiB usable, 0 bytes left"),
@@ -57,9 +57,9 @@ def test_colour_is_for_terminals_alone_and_can_be_switched_off(monkeypatch: pyte
         (12, False, "does not fit on it: needs up to 21.00 GiB, 12.00 GiB is usable, 9.00 GiB missing"),
     ],
 )  # fmt: skip
-def test_the_verdict_compares_the_upper_end(usable: float, fits: bool, words: str) -> None:
+def test_the_verdict_compares_the_upper_end(usable: float, fits: bool, arguments: str) -> None:
     found = verdict(on(usable, "it"))
-    assert (found.fits, found.headline) == (fits, words)
+    assert (found.fits, found.headline) == (fits, arguments)
     assert found.fits == on(usable).fits
     assert found.details[1] == "The peak is in backward; its largest term is activations, 8.00 GiB (40%)."
 

@@ -46,7 +46,7 @@ def test_a_resumed_run_exports_the_same_average_and_another_decay_is_refused(tmp
     assert again == folder
     for name, tensor in exported(folder).items():
         assert tensor.equal(exported(straight)[name]), name
-    told = [(each / "metrics.jsonl").read_text().splitlines()[-1] for each in (folder, straight)]
-    assert json.loads(told[0])["eval_loss"] == json.loads(told[1])["eval_loss"]
+    last = [(each / "metrics.jsonl").read_text().splitlines()[-1] for each in (folder, straight)]
+    assert json.loads(last[0])["eval_loss"] == json.loads(last[1])["eval_loss"]
     with pytest.raises(RequestError, match="ema_decay"):
         run(config(tmp_path, **{**ASKED, "ema_decay": 0.9}), resume=True)

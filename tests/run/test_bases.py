@@ -60,10 +60,10 @@ CHANGES = {
 @pytest.fixture(params=CHANGES)
 def changed(request, trained):
     """The trained run with a base that has changed since; as it was afterwards."""
-    change, said = CHANGES[request.param]
+    change, message = CHANGES[request.param]
     kept = shutil.copytree(trained / "base", trained / "kept")
     change(trained / "base")
-    yield said
+    yield message
     shutil.rmtree(trained / "base")
     kept.rename(trained / "base")
 

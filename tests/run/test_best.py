@@ -18,7 +18,7 @@ from framework.schema.training import TrainingParams
 from tests.tiny import LLAMA
 
 LOSSES = [5.0, 4.0, 3.0, 3.5, 3.6, 3.7, 2.0]
-"""What the evaluations of a run are told to find: before the first step, and behind each."""
+"""What the evaluations of a run find: before the first step, and behind each."""
 
 
 def config(folder, **training):
@@ -43,7 +43,7 @@ def config(folder, **training):
 
 
 @pytest.fixture
-def told(monkeypatch):
+def fake_evaluations(monkeypatch):
     """Evaluations that find what a test says, in their order."""
 
     def tell(losses, start=0):
@@ -61,8 +61,8 @@ def steps(folder):
     return [int(path.name.removeprefix("step-")) for path in checkpoints(folder)]
 
 
-def test_the_best_checkpoint_stays_next_to_the_newest_and_is_exported(tmp_path, told):
-    told([*LOSSES[:6], 4.5])
+def test_the_best_checkpoint_stays_next_to_the_newest_and_is_exported(tmp_path, fake_evaluations):
+    fake_evaluations([*LOSSES[:6], 4.5])
     asked = config(tmp_path, best_metric="eval_loss", export_best=True, save_total_limit=1)
     folder = run(asked).folder
     assert steps(folder) == [2, 6]
@@ -78,8 +78,8 @@ def test_the_best_checkpoint_stays_next_to_the_newest_and_is_exported(tmp_path, 
     assert any(not torch.equal(exported[name], last[name]) for name in exported)
 
 
-def test_the_last_evaluation_may_be_the_best(tmp_path, told):
-    told(LOSSES)
+def test_the_last_evaluation_may_be_the_best(tmp_path, fake_evaluations):
+    fake_evaluations(LOSSES)
     folder = run(config(tmp_path, best_metric="eval_loss", export_best=True, save_total_limit=1)).folder
     assert json.loads((folder / "best.json").read_text())["step"] == 6
     exported = load_file(folder / "final/model.safetensors")
@@ -87,29 +87,29 @@ def test_the_last_evaluation_may_be_the_best(tmp_path, told):
     assert all(torch.equal(exported[name], last[name]) for name in exported)
 
 
-def test_a_run_ends_when_patience_is_spent_and_a_resumed_one_counts_on(tmp_path, told, monkeypatch):
-    told(LOSSES)
+def test_a_run_ends_when_patience_is_spent_and_a_resumed_one_counts_on(tmp_path, fake_evaluations, monkeypatch):
+    fake_evaluations(LOSSES)
     result = run(config(tmp_path, early_stopping_patience=2, save_steps=1, save_total_limit=9))
     assert result.steps == 4  # 3.0 behind step 2, then 3.5 and 3.6
     assert steps(result.folder)[-1] == 4
-    told(LOSSES)  # none is asked for
+    fake_evaluations(LOSSES)  # none is asked for
     assert run(config(tmp_path, early_stopping_patience=2, save_steps=1, save_total_limit=9), resume=True).steps == 4
     for late in (3, 4):
         (checkpoint,) = (path for path in checkpoints(result.folder) if path.name.endswith(str(late)))
         checkpoint.rename(tmp_path / checkpoint.name)
-    told(LOSSES, start=3)
+    fake_evaluations(LOSSES, start=3)
     again = run(config(tmp_path, early_stopping_patience=2, save_steps=1, save_total_limit=9), resume=True)
     assert again.steps == 4
 
 
-def test_a_run_without_patience_makes_all_steps(tmp_path, told):
-    told(LOSSES)
+def test_a_run_without_patience_makes_all_steps(tmp_path, fake_evaluations):
+    fake_evaluations(LOSSES)
     assert run(config(tmp_path)).steps == 6
     assert not (tmp_path / "run/best.json").exists()
 
 
-def test_first_evaluation_and_first_save_are_as_asked(tmp_path, told):
-    told(LOSSES[1:])
+def test_first_evaluation_and_first_save_are_as_asked(tmp_path, fake_evaluations):
+    fake_evaluations(LOSSES[1:])
     result = run(config(tmp_path, eval_first=False, save_first=True))
     assert [values["step"] for values in result.evals] == [1, 2, 3, 4, 5, 6]
     assert steps(result.folder) == [0, 6]

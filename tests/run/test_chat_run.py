@@ -202,8 +202,8 @@ def test_generation_stops_at_the_token_that_answers_learn_to_end_with(mode: str 
         some["peft"] = {"peft_save_mode": mode}
     some = TrainingConfig.model_validate(some)
     folder = trainer.train(some, planner=None, quiet=True).folder
-    told = json.loads((folder / "final" / "generation_config.json").read_text())["eos_token_id"]
-    assert told == [1, 3]
+    ends = json.loads((folder / "final" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [1, 3]
     model = causal_model(load_model(find_saved_model(folder)))
     assert model.generation_config.eos_token_id == [1, 3]
     assert model.config.eos_token_id == 1

@@ -107,7 +107,7 @@ def problems_of(base):
 def test_a_damaged_file_is_named(base, name, damage):
     DAMAGES[damage](base / name)
     found = problems_of(base)
-    assert any(name in said or (name.startswith("tokenizer") and "tokenizer" in said) for said in found), found
+    assert any(name in message or (name.startswith("tokenizer") and "tokenizer" in message) for message in found), found
 
 
 @pytest.mark.parametrize(("damage", "name"), thinned(list(DAMAGES), MORE))
@@ -121,7 +121,7 @@ def test_a_damaged_file_that_a_folder_may_have(base, name, damage):
 def test_a_damaged_index_is_named(base, damage):
     split_weights(base)
     DAMAGES[damage](base / INDEX)
-    assert any(INDEX in said for said in problems_of(base))
+    assert any(INDEX in message for message in problems_of(base))
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_what_transformers_says_of_a_config_is_a_warning_of_ours_once(base, capf
     change_config(base, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "foo": 3})
     settings = json.loads((base / "generation_config.json").read_text())
     (base / "generation_config.json").write_text(json.dumps({**settings, "temperature": 0.5}))
-    said = [warning for warning in inspect(config_of(base)).warnings if "transformers says" in warning.message]
-    assert [warning.key for warning in said] == ["model.model_name"]
-    assert "Unrecognized keys in `rope_parameters`" in said[0].message
+    warnings = [warning for warning in inspect(config_of(base)).warnings if "transformers says" in warning.message]
+    assert [warning.key for warning in warnings] == ["model.model_name"]
+    assert "Unrecognized keys in `rope_parameters`" in warnings[0].message
     assert "[transformers]" not in capfd.readouterr().err
 
 

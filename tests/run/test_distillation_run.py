@@ -68,8 +68,8 @@ def test_the_student_comes_closer_to_the_teacher(corpus, tmp_path, teacher, dive
     first, last = result.evals[0], result.evals[-1]
     assert last["divergence"] < 0.5 * first["divergence"]
     assert last["token_accuracy"] > first["token_accuracy"]
-    assert "training.teacher" in (said := capfd.readouterr().err)
-    assert "a frozen model" in said
+    assert "training.teacher" in (output := capfd.readouterr().err)
+    assert "a frozen model" in output
 
 
 def test_a_resumed_run_is_the_straight_one(corpus, tmp_path, teacher, monkeypatch):
@@ -91,9 +91,9 @@ def test_the_export_is_the_student(corpus, tmp_path, teacher):
 
 
 def test_another_tokenizer_is_refused(corpus, tmp_path, teacher):
-    words = tmp_path / "other.jsonl"
-    words.write_text("".join(json.dumps({"text": f"zyx wvu {n} tsrq ponm"}) + "\n" for n in range(200)))
-    asked = config(words, tmp_path / "run", teacher, asks_for={})
+    rows = tmp_path / "other.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"zyx wvu {n} tsrq ponm"}) + "\n" for n in range(200)))
+    asked = config(rows, tmp_path / "run", teacher, asks_for={})
     with pytest.raises(RequestError, match="the teacher's tokenizer differs from the student's"):
         train(asked)
 
@@ -136,8 +136,8 @@ def test_a_packed_teacher_teaches_is_read_back_and_stays_as_it_was(corpus, tmp_p
     asked = config(corpus, tmp_path / "run", teacher, {"bits": bits}, distillation={"alpha": 1.0})
     result = train(asked, quiet=False)
     assert result.evals[-1]["divergence"] < 0.5 * result.evals[0]["divergence"]
-    said = capfd.readouterr().err
-    (line,) = (line for line in said.splitlines() if line.startswith("training.teacher.bits"))
+    output = capfd.readouterr().err
+    (line,) = (line for line in output.splitlines() if line.startswith("training.teacher.bits"))
     assert line.split(maxsplit=1)[1].startswith(kind)
     assert "14 linear layers of the teacher" in line
     monkeyed = config(corpus, tmp_path / "run", teacher, max_steps=14, distillation={"alpha": 1.0})
@@ -147,14 +147,14 @@ def test_a_packed_teacher_teaches_is_read_back_and_stays_as_it_was(corpus, tmp_p
 
 def test_what_a_packed_teacher_says_is_near_to_what_it_says_whole(teacher):
     pytest.importorskip("bitsandbytes")
-    ids, told = torch.arange(3, 35).reshape(2, 16), {}
+    ids, logits = torch.arange(3, 35).reshape(2, 16), {}
     for bits in (None, 8, 4):
         wide = {**LLAMA, "vocab_size": 300}
         training = {"task": "distillation", "teacher": {"model_name": str(teacher), "bits": bits}}
         assembly = tiny_assembly(tiny_config(wide, training=training, model={"torch_dtype_str": "float32"}))
         with torch.no_grad():
-            told[bits] = assembly.frozen_model(input_ids=ids).logits.log_softmax(-1)
-    apart = {bits: float((told[bits] - told[None]).abs().mean()) for bits in (8, 4)}
+            logits[bits] = assembly.frozen_model(input_ids=ids).logits.log_softmax(-1)
+    apart = {bits: float((logits[bits] - logits[None]).abs().mean()) for bits in (8, 4)}
     assert 0 < apart[8] < apart[4] < 0.5
 
 

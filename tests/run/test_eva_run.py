@@ -103,8 +103,8 @@ def test_components_that_do_not_converge_are_used_and_reported(tmp_path, monkeyp
     monkeypatch.setattr(eva, "EVA_PASSES", 5)
     folder = train(asked(tmp_path), planner=None).folder
     assert calls.count(calls[0]) == 4, "the first of the five passes compares inputs"
-    said = capsys.readouterr()
-    assert "components of 4 of 4 inputs still moved after 5 passes" in said.out + said.err
+    captured = capsys.readouterr()
+    assert "components of 4 of 4 inputs still moved after 5 passes" in captured.out + captured.err
     found = start_of(folder, "q_proj").double()
     torch.testing.assert_close(found @ found.T, torch.eye(4).double(), rtol=0, atol=1e-3)
 
@@ -143,5 +143,5 @@ def test_modules_without_components_are_said(tmp_path, capsys):
     """A rank above the width of an input has no such matrix."""
     peft = {**PEFT, "rank_pattern": {"down_proj": 10_000}, "peft_save_mode": "adapter_only"}
     train(asked(tmp_path, peft), planner=None)
-    said = capsys.readouterr()
-    assert "2 A matrices drawn as kaiming" in said.out + said.err
+    captured = capsys.readouterr()
+    assert "2 A matrices drawn as kaiming" in captured.out + captured.err

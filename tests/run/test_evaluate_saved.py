@@ -85,10 +85,10 @@ def test_what_cannot_be_evaluated_is_reported(corpus, held_out, tmp_path):  # no
 def test_the_command(corpus, tmp_path, capsys):  # noqa: F811
     run = train(config(corpus, tmp_path / "run", training={"max_steps": 1}))
     assert main(["evaluate", str(run.folder), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["metrics"]["eval_loss"] == pytest.approx(run.evals[-1]["eval_loss"], rel=1e-5)
-    assert told["rows"] == 51
-    assert 51 < told["supervised_tokens"] <= 51 * 31  # of 32 tokens the first is not predicted
+    document = json.loads(capsys.readouterr().out)
+    assert document["metrics"]["eval_loss"] == pytest.approx(run.evals[-1]["eval_loss"], rel=1e-5)
+    assert document["rows"] == 51
+    assert 51 < document["supervised_tokens"] <= 51 * 31  # of 32 tokens the first is not predicted
     assert main(["evaluate", str(run.folder), str(corpus), "--tasks", "arc"]) == 2
     assert main(["evaluate", str(run.folder), "--limit", "3"]) == 2
 

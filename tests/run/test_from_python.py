@@ -40,8 +40,8 @@ def test_an_objective_is_what_is_trained(corpus, tmp_path):  # noqa: F811
     assert half == pytest.approx(0.5 * own, rel=1e-6)
     norms = [metrics(tmp_path / name, "grad_norm")[1] for name in ("own", "half")]
     assert norms[1] == pytest.approx(0.5 * norms[0], rel=1e-5)
-    said = json.loads((tmp_path / "half" / "environment.json").read_text())
-    assert said["objective"] == "tests.run.test_from_python.Halved"
+    document = json.loads((tmp_path / "half" / "environment.json").read_text())
+    assert document["objective"] == "tests.run.test_from_python.Halved"
 
 
 def test_an_optimizer_of_torch_trains_as_the_built_in_one_and_resumes(corpus, tmp_path):  # noqa: F811
@@ -52,10 +52,10 @@ def test_an_optimizer_of_torch_trains_as_the_built_in_one_and_resumes(corpus, tm
     train(made, from_python=given)
     assert metrics(tmp_path / "given") == pytest.approx(metrics(tmp_path / "own"), rel=1e-5)
     longer = config(corpus, tmp_path / "given", training={**steps, "max_steps": 6, "save_total_limit": 3})
-    for other, said in ((FromPython(), "not given"), (FromPython(optimizer=torch.optim.RAdam), "RAdam")):
+    for other, message in ((FromPython(), "not given"), (FromPython(optimizer=torch.optim.RAdam), "RAdam")):
         with pytest.raises(RequestError, match="another run's") as raised:
             train(longer, resume=True, from_python=other)
-        assert said in str(raised.value)
+        assert message in str(raised.value)
     train(longer, resume=True, from_python=given)
 
 
@@ -78,11 +78,11 @@ def test_the_plan_says_what_it_does_not_know(corpus, tmp_path, capsys):  # noqa:
     made = config(corpus, tmp_path / "run", training={"max_steps": 1})
     train(made, quiet=False, planner=lambda _: PLAN, from_python=from_python)
     kept = Plan.from_json(json.loads((tmp_path / "run" / "plan.json").read_text()))
-    said = tuple(from_python.notes(made))
-    assert kept == replace(PLAN, warnings=(*PLAN.warnings, *said))
-    assert "training.optimizer=adamw_torch instead, which is not used" in said[1]
-    told = " ".join(capsys.readouterr().err.split())
-    assert all(line in told for line in said)
+    messages = tuple(from_python.notes(made))
+    assert kept == replace(PLAN, warnings=(*PLAN.warnings, *messages))
+    assert "training.optimizer=adamw_torch instead, which is not used" in messages[1]
+    output = " ".join(capsys.readouterr().err.split())
+    assert all(line in output for line in messages)
 
 
 @pytest.mark.parametrize(

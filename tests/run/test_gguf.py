@@ -147,9 +147,9 @@ def test_other_architectures_and_positions_are_named(tmp_path):
         "tied": ({**YARN, "beta_fast": 16}, "kind yarn with beta_fast 16"),
         "qwen2": (LLAMA_3, "positions of the kind llama3"),  # llama.cpp has no such tensor there
     }
-    for name, (rope, told) in refused.items():
+    for name, (rope, message) in refused.items():
         make(tmp_path / name, {**SHAPES[name], "rope_parameters": rope})
-        with pytest.raises(RequestError, match=told):
+        with pytest.raises(RequestError, match=message):
             export_gguf(tmp_path / name, GgufKind.F16)
 
 
@@ -206,7 +206,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         assert "pip install gguf" in capsys.readouterr().err
     pytest.importorskip("gguf")
     assert main(["export", str(tmp_path / "m"), "--gguf", "f16", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["tensors"]["F16"] == 16
+    document = json.loads(capsys.readouterr().out)
+    assert document["tensors"]["F16"] == 16
     assert main(["export", str(tmp_path / "m"), "--gguf", "f16"]) == 2
     assert "already exists" in capsys.readouterr().err

@@ -34,13 +34,13 @@ def test_each_step_evaluation_and_checkpoint_is_reported_once(corpus, tmp_path, 
 def test_an_exception_of_a_hook_ends_the_run_after_saving_it(corpus, tmp_path):  # noqa: F811
     whole = config(corpus, tmp_path / "whole", training={"max_steps": 6})
     train(whole)
-    made, told = config(corpus, tmp_path / "run", training={"max_steps": 6}), []
+    made, messages = config(corpus, tmp_path / "run", training={"max_steps": 6}), []
     with pytest.raises(Stop) as raised:
-        train(made, hooks=Hooks(stop_at(3), on_save=told.append))
+        train(made, hooks=Hooks(stop_at(3), on_save=messages.append))
     step = int(checkpoints(tmp_path / "run")[-1].name.removeprefix("step-"))
     assert step in (3, 4)  # the device may have been at the next one
     assert f"stopped after step {step}; continue with --resume" in raised.value.__notes__[0]
-    assert told == []  # no hook is called once one has failed
+    assert messages == []  # no hook is called once one has failed
     train(made, resume=True)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 

@@ -39,8 +39,8 @@ def test_neither_a_step_that_is_not_finite_nor_one_after_it_changes_anything(off
     spoil(assembly, {1})
     second, third = (launch_step(assembly, [unequal_rows()], step) for step in (2, 3))
     spoiled = [name for name, parameter in assembly.model.named_parameters() if parameter.requires_grad][3]
-    told = rf"step 2: loss \d.*gradient norm inf.*first gradient that is not finite: {spoiled}"
-    with pytest.raises(NonFinite, match=told):
+    message = rf"step 2: loss \d.*gradient norm inf.*first gradient that is not finite: {spoiled}"
+    with pytest.raises(NonFinite, match=message):
         second.result()
     assert third.result().loss > 0
     assert all(torch.equal(now, then) for now, then in zip(state(assembly), before, strict=True))

@@ -56,9 +56,9 @@ def test_a_log_that_the_disk_does_not_take_ends_nothing(corpus, straight, tmp_pa
     full(monkeypatch, record, "replace_file", lambda text: "memory.json" in text)
     train(config(corpus, tmp_path / "run"), quiet=False)
     assert metrics(tmp_path / "run") == straight[0]
-    said = capsys.readouterr().err
-    assert said.count("wait in memory") == 1
-    assert "lines that waited in memory are written" in said
+    output = capsys.readouterr().err
+    assert output.count("wait in memory") == 1
+    assert "lines that waited in memory are written" in output
 
 
 def no_room_for_checkpoints(monkeypatch, folder):
@@ -205,8 +205,8 @@ def test_a_copied_run_goes_on_in_the_copy(corpus, tmp_path, capsys):  # noqa: F8
     train(config(corpus, first, training={"max_steps": 2}))
     shutil.copytree(first, second)
     before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
-    words = ["training.max_steps=3", "--resume", "--allow", "training.max_steps", "--quiet", "gpu=cpu"]
-    assert main(["train", str(second / "config.yaml"), *words]) == 0
+    arguments = ["training.max_steps=3", "--resume", "--allow", "training.max_steps", "--quiet", "gpu=cpu"]
+    assert main(["train", str(second / "config.yaml"), *arguments]) == 0
     assert f"using the run in {second}" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
     assert checkpoints(second)[-1].name == "step-00000003"

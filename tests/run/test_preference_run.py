@@ -111,8 +111,8 @@ def test_a_reference_asked_once_is_the_reference(files, tmp_path, adapted, capfd
     train(config(files, tmp_path / "once", adapted=adapted, precompute_reference=True), quiet=False)
     each, once = (metrics(tmp_path / name) for name in ("each", "once"))
     assert list(once.values()) == pytest.approx(list(each.values()), rel=1e-4)
-    said = capfd.readouterr().err
-    assert "training.preference.precompute_reference = true (micro-batches of the first step)" in said
+    output = capfd.readouterr().err
+    assert "training.preference.precompute_reference = true (micro-batches of the first step)" in output
     assert (tmp_path / "once" / "reference.safetensors").exists()
 
 

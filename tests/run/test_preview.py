@@ -175,11 +175,11 @@ class TestVerb:
 
     def test_lines(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["data", self.recipe(tmp_path), "--rows", "1"]) == 0
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         for part in ("mine: sft", "rows of `messages` (found by its columns)", "are padding", "row 0, ", "It is four"):
-            assert part in said
-        assert said.count("row 0, ") == 1
-        assert "row 1, " not in said
+            assert part in output
+        assert output.count("row 0, ") == 1
+        assert "row 1, " not in output
 
     def test_document_and_page(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         page = tmp_path / "rows.html"
@@ -199,27 +199,29 @@ class TestVerb:
     ) -> None:
         page = ["--html", "/dev/full"]
         assert main(["data", self.recipe(tmp_path), *page]) == 2
-        said = capsys.readouterr()
-        assert "It is four" in said.out
-        assert said.err.splitlines()[-1].startswith("error --html: /dev/full cannot be written: No s")
+        captured = capsys.readouterr()
+        assert "It is four" in captured.out
+        assert captured.err.splitlines()[-1].startswith("error --html: /dev/full cannot be written: No s")
         assert main(["data", self.recipe(tmp_path), *page, "--json"]) == 2
         document = json.loads(capsys.readouterr().out)
         assert document["rows"]
         assert document["errors"][0]["key"] == "--html"
 
     @pytest.mark.parametrize(
-        ("words", "part"),
+        ("arguments", "part"),
         [
             (["--split", "test"], "there is no split 'test'"),
             (["--html", "/nowhere/at/all.html"], "cannot be written"),
             (["data.supervise=completion"], "needs rows that say where the prompt ends"),
         ],
     )
-    def test_refusals(self, words: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["data", self.recipe(tmp_path), *words]) == 2
-        said = capsys.readouterr()
-        assert part in said.err + said.out
-        assert "Traceback" not in said.err
+    def test_refusals(
+        self, arguments: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["data", self.recipe(tmp_path), *arguments]) == 2
+        captured = capsys.readouterr()
+        assert part in captured.err + captured.out
+        assert "Traceback" not in captured.err
 
 
 def test_a_whole_epoch_of_a_stream_is_counted_when_asked(tmp_path: Path) -> None:

@@ -132,27 +132,27 @@ def test_public_is_asked_for_and_a_public_one_is_not_written_to_by_accident(hub,
 
 def test_a_dry_run_asks_no_hub(hub, final, capsys):
     assert main(["push", str(final), "me/it", "--dry-run", "--endpoint", hub.address, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["url"] == f"{hub.address}/me/it"
-    assert (told["private"], told["sent"]) == (True, False)
-    assert {file["name"]: file["bytes"] for file in told["files"]}["model.safetensors"] == len(WEIGHTS)
+    document = json.loads(capsys.readouterr().out)
+    assert document["url"] == f"{hub.address}/me/it"
+    assert (document["private"], document["sent"]) == (True, False)
+    assert {file["name"]: file["bytes"] for file in document["files"]}["model.safetensors"] == len(WEIGHTS)
     assert (hub.repos, hub.files) == ({}, {})
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("it", "is not a rep"), ("a/b/c", "is not a rep"), ("me/..", "is not a rep")]
+    ("name", "message"), [("it", "is not a rep"), ("a/b/c", "is not a rep"), ("me/..", "is not a rep")]
 )
-def test_a_name_that_no_repository_can_have(final, name, said):
-    with pytest.raises(RequestError, match=said):
+def test_a_name_that_no_repository_can_have(final, name, message):
+    with pytest.raises(RequestError, match=message):
         push(final, name, dry_run=True)
 
 
 def test_a_hub_that_refuses_or_is_not_there_is_a_sentence_with_exit_2(hub, final, tmp_path, capsys):
     hub.refuses = True
     assert main(["push", str(final), "me/it", "--endpoint", hub.address]) == 2
-    told = capsys.readouterr().err
-    assert "was refused (403)" in told
-    assert "HF_TOKEN" in told
+    output = capsys.readouterr().err
+    assert "was refused (403)" in output
+    assert "HF_TOKEN" in output
     assert main(["push", str(final), "me/it", "--endpoint", "http://127.0.0.1:9"]) == 2
     assert "does not answer" in capsys.readouterr().err
     assert main(["push", str(tmp_path), "me/it"]) == 2

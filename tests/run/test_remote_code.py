@@ -70,8 +70,8 @@ def foreign_run(base, recipe):
     """A run folder as it may come from anyone: its config trusts the code of that model, and of a teacher."""
     run = Path("run")
     (run / "final").mkdir(parents=True)
-    words = ["gpu=cpu", "model.trust_remote_code=true", f"training.teacher.model_name={base[0]}"]
-    config = load(recipe(True), [*words, "training.teacher.trust_remote_code=true", "training.task=distillation"])
+    overrides = ["gpu=cpu", "model.trust_remote_code=true", f"training.teacher.model_name={base[0]}"]
+    config = load(recipe(True), [*overrides, "training.teacher.trust_remote_code=true", "training.task=distillation"])
     (run / "config.yaml").write_text(to_yaml(config))
     for name in ("plan.json", "environment.json"):
         (run / name).write_text("{}")
@@ -79,14 +79,14 @@ def foreign_run(base, recipe):
     return run
 
 
-def told(capsys) -> str:
+def printed(capsys) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
 def test_a_recipe_allows_it_and_it_is_reported_with_the_revision(base, recipe, capsys):
     assert main(["check", recipe(True), "gpu=cpu", "model.model_revision=abc123"]) == 0
     assert base[1].exists()
-    assert f"code that comes with {base[0]} runs with your permissions (revision abc123)" in told(capsys)
+    assert f"code that comes with {base[0]} runs with your permissions (revision abc123)" in printed(capsys)
 
 
 def test_no_code_runs_unless_allowed_and_the_key_is_named(base, recipe, capsys):
@@ -111,21 +111,21 @@ def test_a_runs_config_gives_no_leave_to_any_verb(base, foreign_run, capsys):
     commands += [["train", written, "--resume"], ["diff", written, written, "--memory"]]
     for command in commands:
         assert main([*command, "gpu=cpu"]) == 2, command
-        assert "`model.trust_remote_code=true` on the command line" in told(capsys), command
+        assert "`model.trust_remote_code=true` on the command line" in printed(capsys), command
     for command in (["predict", str(foreign_run), str(base[2])], ["merge", str(foreign_run)]):
         assert main(command) == 2, command
-        assert "--trust-remote-code, if you trust" in told(capsys)
+        assert "--trust-remote-code, if you trust" in printed(capsys)
     assert not base[1].exists()
 
 
 def test_each_leave_is_repeated_by_itself(base, foreign_run, capsys):
-    words = [str(foreign_run / "config.yaml"), "gpu=cpu", "model.trust_remote_code=true"]
-    assert main(["show", *words]) == 2
-    said = told(capsys)
-    assert "error training.teacher.trust_remote_code" in said
-    assert "error model.trust_remote_code" not in said
-    assert main(["show", *words, "training.teacher.trust_remote_code=true"]) == 0
-    assert main(["show", *words, "training.teacher.trust_remote_code=false"]) == 0
+    arguments = [str(foreign_run / "config.yaml"), "gpu=cpu", "model.trust_remote_code=true"]
+    assert main(["show", *arguments]) == 2
+    output = printed(capsys)
+    assert "error training.teacher.trust_remote_code" in output
+    assert "error model.trust_remote_code" not in output
+    assert main(["show", *arguments, "training.teacher.trust_remote_code=true"]) == 0
+    assert main(["show", *arguments, "training.teacher.trust_remote_code=false"]) == 0
 
 
 def test_a_report_reads_the_config_and_runs_nothing(base, foreign_run):
@@ -138,7 +138,7 @@ def test_a_folder_without_a_run_is_not_asked_about_and_not_trusted(base, recipe,
     """transformers would ask at the terminal whether the code may run."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     assert main(["predict", str(base[0]), str(base[2])]) == 2
-    assert "--trust-remote-code" in told(capsys)
+    assert "--trust-remote-code" in printed(capsys)
     assert not base[1].exists()
 
 
@@ -151,10 +151,10 @@ def test_pickled_weights_are_not_read(base, recipe, capsys, monkeypatch):
     torch.save(LlamaForCausalLM(LlamaConfig(**LLAMA)).state_dict(), Path(folder, "pytorch_model.bin"))
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("unpickled"))
     assert main(["predict", str(folder), str(base[2])]) == 2
-    assert "pickled (pytorch_model.bin)" in told(capsys)
+    assert "pickled (pytorch_model.bin)" in printed(capsys)
     Path("mine.yaml").write_text(Path(recipe(False)).read_text().replace(str(base[0]), str(Path(folder).absolute())))
     assert main(["train", "mine.yaml", "gpu=cpu", "--quiet"]) == 2
-    assert "pickle" in told(capsys)
+    assert "pickle" in printed(capsys)
 
 
 def test_an_attention_of_the_hub_is_no_business_of_a_models_files(base, recipe, capsys):
@@ -165,17 +165,17 @@ def test_an_attention_of_the_hub_is_no_business_of_a_models_files(base, recipe, 
         Path(folder, "config.json").write_text(json.dumps({**config, "model_type": "llama", key: "someone/kernel"}))
         Path("mine.yaml").write_text(Path(recipe(False)).read_text().replace(str(base[0]), "./kernels"))
         assert main(["check", "mine.yaml", "gpu=cpu"]) == 2
-        assert "names code of a hub as its attention: someone/kernel" in told(capsys)
+        assert "names code of a hub as its attention: someone/kernel" in printed(capsys)
 
 
 @pytest.mark.slow
 def test_a_run_of_trusted_code_is_planned_trained_asked_and_merged(base, recipe, capsys):
     assert (
         main(["train", recipe(True, peft=True), "gpu=cpu", "peft.lora_target_modules=[all-linear]", "--quiet"]) == 0
-    ), told(capsys)
+    ), printed(capsys)
     assert main(["check", "run/config.yaml", "gpu=cpu", "model.trust_remote_code=true"]) == 0
     for command in (["predict", "run", str(base[2]), "--max-new-tokens", "2"], ["merge", "run"]):
         assert main(command) == 2
         base[1].unlink(missing_ok=True)
-        assert main([*command, "--trust-remote-code"]) == 0, told(capsys)
-        assert "no revision is set" in told(capsys)
+        assert main([*command, "--trust-remote-code"]) == 0, printed(capsys)
+        assert "no revision is set" in printed(capsys)

@@ -337,9 +337,9 @@ def test_a_non_finite_loss_writes_no_checkpoint_over_a_good_one(corpus, tmp_path
         train(run)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]
     assert not (tmp_path / "run" / "final").exists()
-    told = explain(tmp_path / "run")
-    assert (told.message.kind, told.circumstances.step) == ("nan", 4)
-    assert "Training rows of this step" in told.message.excerpt
+    explanation = explain(tmp_path / "run")
+    assert (explanation.message.kind, explanation.circumstances.step) == ("nan", 4)
+    assert "Training rows of this step" in explanation.message.excerpt
 
 
 def test_skipped_steps_of_float16_are_counted_and_resumed(corpus, tmp_path, monkeypatch):

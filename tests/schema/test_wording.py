@@ -12,7 +12,7 @@ from framework.schema.plural import counted
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("given", "text"),
     [
         ((1, "row"), "1 row"),
         ((0, "row"), "0 rows"),
@@ -21,8 +21,8 @@ from framework.schema.plural import counted
         ((3, "process is", "processes are"), "3 processes are"),
     ],
 )
-def test_a_number_agrees_with_what_it_counts(words: tuple[int, str], said: str) -> None:
-    assert counted(*words) == said
+def test_a_number_agrees_with_what_it_counts(given: tuple[int, str], text: str) -> None:
+    assert counted(*given) == text
 
 
 @pytest.mark.slow

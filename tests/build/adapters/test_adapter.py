@@ -168,7 +168,7 @@ def test_the_plan_of_adapted_experts_is_what_is_built(architecture, width):
 
 
 @pytest.mark.parametrize(
-    ("peft", "said"),
+    ("peft", "message"),
     [
         ({"lora_target_modules": ["q_proj", "v_proj"]}, "experts are at 0 %; [all-linear] or experts.down_proj"),
         ({"lora_dropout": 0.1}, "peft.lora_dropout=0"),
@@ -177,10 +177,10 @@ def test_the_plan_of_adapted_experts_is_what_is_built(architecture, width):
         slow({"method": "vera"}, "peft.peft_method=lora"),
     ],
 )
-def test_experts_left_out_are_reported_with_the_setting_that_reaches_them(peft, said):
+def test_experts_left_out_are_reported_with_the_setting_that_reaches_them(peft, message):
     rehearsal = record(adapted(**peft, architecture=MOE))
     assert "experts 0%" in rehearsal.notes[0]
-    assert said in " ".join(rehearsal.cautions)
+    assert message in " ".join(rehearsal.cautions)
     assembly = tiny_assembly(adapted(**peft, architecture=MOE))
     verify(assembly)
     assert math.isfinite(steps(assembly)[-1])
@@ -259,8 +259,8 @@ def test_an_embedding_trained_without_its_tied_head_is_reported(name, is_shared)
     assembly = tiny_assembly(adapted(architecture=GPT2, lora_modules_to_save=[name]))
     model = assembly.adapter.model.get_base_model()
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == is_shared
-    said = "lm_head in peft.lora_modules_to_save trains them as one"
-    assert any(said in caution for caution in assembly.adapter.cautions) != is_shared
+    message = "lm_head in peft.lora_modules_to_save trains them as one"
+    assert any(message in caution for caution in assembly.adapter.cautions) != is_shared
 
 
 @pytest.mark.parametrize(

@@ -168,13 +168,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_attention_over_ranks_does_not_do_is_refused(said):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_attention_over_ranks_does_not_do_is_refused(message):
     inputs, _, _ = made(4, 2)
-    arguments = {"attention_mask": None, **REFUSED[said]}
+    arguments = {"attention_mask": None, **REFUSED[message]}
     with in_parts(Thread(0, 1, Board(1))), pytest.raises(RequestError) as caught:
         ring_attention(nn.Module(), *inputs, **arguments)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_window_as_long_as_the_row_is_none_and_outside_of_parts_rows_are_whole():

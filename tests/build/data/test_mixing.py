@@ -85,9 +85,9 @@ def test_rows_of_an_epoch_and_the_account_of_them(tokenizer: PreTrainedTokenizer
     first, second = data.report.train.mixture
     assert (first.path, first.kept, first.drawn, first.weight) == (two[0], 10, found["A"], 0.75)
     assert (second.kept, second.drawn) == (40, found["B"])
-    said = str(data.report)
-    assert f"mixed by weight, all_exhausted: {len(data.train)} rows an epoch" in said
-    assert f"75.0% {two[0]}: an epoch draws {found['A']} rows of 10" in said
+    message = str(data.report)
+    assert f"mixed by weight, all_exhausted: {len(data.train)} rows an epoch" in message
+    assert f"75.0% {two[0]}: an epoch draws {found['A']} rows of 10" in message
 
 
 def test_the_run_as_a_whole_is_reported(tokenizer: PreTrainedTokenizerFast, two: list[str]) -> None:

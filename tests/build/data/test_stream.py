@@ -392,20 +392,20 @@ class TestAccount:
     ) -> None:
         data = prepared(config(rows, shuffle_buffer=buffer, truncation="drop"), tokenizer)
         some = batches(data, Batch(4, 1, 1), workers=workers)
-        told, steps = dict[int, str](), some.start(0)
+        reports, steps = dict[int, str](), some.start(0)
         for step in range(380):
             next(steps)
             for news in some.progress.account.news():
-                told[step] = news
+                reports[step] = news
         report = some.progress.account.report
         assert report is not None
         assert (report.read, report.kept, report.dropped) == (4500, 1500, {"longer than 32 tokens": 3000})
         assert report.supervised_lost_share == pytest.approx(2 / 3)
         assert "dropped 3,000 rows (66.7 %)" in str(report)
         assert str(report).startswith("train (a stream, one epoch): 4,500 rows read, 1,500 rows")
-        assert [*told] == ([250, 375] if buffer == 1000 else [375])
-        assert all("of the supervised tokens of train are lost" in news for news in told.values())
-        most = told[375]
+        assert [*reports] == ([250, 375] if buffer == 1000 else [375])
+        assert all("of the supervised tokens of train are lost" in news for news in reports.values())
+        most = reports[375]
         assert most.startswith("data.train: 66.7% of the supervised tokens of train are lost to the limit of 32 tokens")
         assert most.endswith("without streaming this is an error")
         held = config(rows, streaming=False, truncation="drop")

@@ -27,8 +27,8 @@ class Host:
 
 
 def test_what_cannot_be_pinned_is_named() -> None:
-    said = r"^could not pin 12.00 GiB of host memory \(CUDA error: invalid argument\)$"
-    with pytest.raises(RuntimeError, match=said) as raised, pinning(12 * GIB):
+    message = r"^could not pin 12.00 GiB of host memory \(CUDA error: invalid argument\)$"
+    with pytest.raises(RuntimeError, match=message) as raised, pinning(12 * GIB):
         Host().pin_memory()
     assert is_memory_failure(raised.value), "so that it is explained, and a smaller micro-batch tried"
     explained = explain(f"RuntimeError: {raised.value}")
@@ -63,6 +63,6 @@ def test_parts_on_the_host_are_pinned_within_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fsdp, "_mesh", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "element_size", lambda tensor: 4 << 20)
     weights = sum(parameter.numel() for parameter in made.model.parameters())
-    said = f"could not pin {weights * (4 << 20) / 2 / 2**30:.2f} GiB"
-    with pytest.raises(RuntimeError, match=said):
+    message = f"could not pin {weights * (4 << 20) / 2 / 2**30:.2f} GiB"
+    with pytest.raises(RuntimeError, match=message):
         fsdp.shard(config, Root(made.model), made.model, made.place, Ranks(world=2, local_world=2))

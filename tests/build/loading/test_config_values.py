@@ -80,14 +80,14 @@ def test_every_familys_own_defaults_are_possible(family):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "message"),
     [
         ("hidden_act", "nothing", "hidden_act is 'nothing', which it does not know"),
         ("rope_parameters", {"rope_type": "nothing"}, "rope_parameters.rope_type is 'nothing', which it does not know"),
     ],
 )
-def test_a_name_that_transformers_does_not_know_is_reported_once_with_its_key(base, key, value, told):
+def test_a_name_that_transformers_does_not_know_is_reported_once_with_its_key(base, key, value, message):
     change_config(base, **{key: value})
     (problem,) = inspect(asked(base)).problems
-    assert problem.message.endswith(told)
+    assert problem.message.endswith(message)
     assert problem.key == "model.model_name"

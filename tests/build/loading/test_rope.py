@@ -89,12 +89,14 @@ def test_it_is_planned_at_a_length_beyond_the_trained_one(kind):
 
 
 def test_rows_longer_than_the_stretched_positions_are_refused_with_the_factor_that_fits():
-    with pytest.raises(RequestError, match=r"600 tokens are more than the model's 512 positions, scaled by 4") as told:
+    with pytest.raises(
+        RequestError, match=r"600 tokens are more than the model's 512 positions, scaled by 4"
+    ) as raised:
         settle(config(length=600, rope_type="yarn", factor=4))
-    assert "factor: 5" in str(told.value.problems[0].expected)
-    with pytest.raises(RequestError, match=r"no rope scaling is set") as told:
+    assert "factor: 5" in str(raised.value.problems[0].expected)
+    with pytest.raises(RequestError, match=r"no rope scaling is set") as raised:
         settle(tiny_config(model={"model_max_length": 200}))
-    assert "factor: 2" in str(told.value.problems[0].expected)
+    assert "factor: 2" in str(raised.value.problems[0].expected)
 
 
 def test_a_stretching_of_the_models_own_is_replaced():
@@ -119,7 +121,7 @@ def test_positions_that_are_learned_are_not_stretched():
 
 
 @pytest.mark.parametrize(
-    ("words", "key"),
+    ("arguments", "key"),
     [
         (["model.rope_scaling={rope_type: linear, factor: 2, beta_fast: 3}"], "model.rope_scaling.beta_fast"),
         (["model.rope_scaling={rope_type: su, factor: 2}"], "model.rope_scaling.rope_type"),
@@ -127,6 +129,6 @@ def test_positions_that_are_learned_are_not_stretched():
         (["model.rope_scaling={factor: 2}"], "model.rope_scaling.rope_type"),
     ],
 )
-def test_what_cannot_be_is_reported_before_anything_is_read(write, words, key):
-    report = check_request(write("model: {model_name: org/x}\n"), words, needs=TRAIN)
+def test_what_cannot_be_is_reported_before_anything_is_read(write, arguments, key):
+    report = check_request(write("model: {model_name: org/x}\n"), arguments, needs=TRAIN)
     assert [problem.key for problem in report.problems if "rope" in problem.key] == [key]

@@ -17,13 +17,13 @@ PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, t
 """Half the last bit of what is between 1 and 2, and a little more in sums."""
 
 
-def problem(dtype=torch.float64, tokens=11, width=6, words=37):
+def problem(dtype=torch.float64, tokens=11, width=6, vocabulary=37):
     """What a head reads, its weight and bias, and targets of which two are ignored."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(tokens, width, dtype=dtype), torch.randn(words, width, dtype=dtype)
-    targets = torch.randint(0, words, (tokens,))
+    hidden, weight = torch.randn(tokens, width, dtype=dtype), torch.randn(vocabulary, width, dtype=dtype)
+    targets = torch.randint(0, vocabulary, (tokens,))
     targets[[2, 7]] = -100
-    return hidden, weight, torch.randn(words, dtype=dtype), targets
+    return hidden, weight, torch.randn(vocabulary, dtype=dtype), targets
 
 
 @pytest.mark.parametrize("dtype", PRECISION)

@@ -67,13 +67,13 @@ def test_token_accuracy_counts_the_likeliest_tokens(architecture, chunk):
     assembly = tiny_assembly(tiny_config(architecture, model={"chunked_loss": chunk}, training={"learning_rate": 1e-2}))
     for step in range(1, 6):
         train_step(assembly, [unequal_rows()], step)
-    told = evaluate(assembly, split(unequal_rows(), 4), lambda _: None)
+    metrics = evaluate(assembly, split(unequal_rows(), 4), lambda _: None)
     assembly.model.eval()
     batch = unequal_rows()
     with torch.no_grad():
         logits, labels = assembly.model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
     hits = (logits.argmax(-1) == labels)[labels != -100].double().mean()
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    assert 0 < told["token_accuracy"] < 1
-    assert told["token_accuracy"] == pytest.approx(float(hits))
-    assert told["eval_loss"] == pytest.approx(float(losses), rel=1e-5)
+    assert 0 < metrics["token_accuracy"] < 1
+    assert metrics["token_accuracy"] == pytest.approx(float(hits))
+    assert metrics["eval_loss"] == pytest.approx(float(losses), rel=1e-5)

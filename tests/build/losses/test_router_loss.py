@@ -92,11 +92,11 @@ def test_an_evaluation_says_what_the_routers_add():
     batch = padded_rows()
     assembly.model.eval()
     own = own_loss(assembly, batch)
-    told = evaluate(assembly, [batch], lambda _: None)
+    metrics = evaluate(assembly, [batch], lambda _: None)
     added = 0.5 * float(own.aux_loss)
-    assert told["eval_loss"] == pytest.approx(float(own.loss), abs=1e-5)
-    assert told["router_loss"] == pytest.approx(added, abs=1e-5)
-    assert told["perplexity"] == pytest.approx(math.exp(float(own.loss) - added), rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(float(own.loss), abs=1e-5)
+    assert metrics["router_loss"] == pytest.approx(added, abs=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(float(own.loss) - added), rel=1e-5)
 
 
 def gradients(assembly, batch):
@@ -159,7 +159,7 @@ def test_an_adapter_and_a_trained_prompt_are_trained_with_it(method):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "training", "words"),
+    ("architecture", "training", "arguments"),
     [
         (LLAMA, {"router_aux_loss_coef": 0.1}, "llama has no router auxiliary loss"),
         (MIXTRAL, {"task": "preference"}, "sft and pretrain"),
@@ -173,10 +173,10 @@ def test_an_adapter_and_a_trained_prompt_are_trained_with_it(method):
         (BAMBA, {}, "z_loss_coefficient 0.1"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(architecture, training, words):
-    with pytest.raises(RequestError, match=words):
+def test_what_cannot_be_computed_is_refused_by_name(architecture, training, arguments):
+    with pytest.raises(RequestError, match=arguments):
         settle(config(architecture, training))
-    assert any(words in str(problem) for problem in inspect(config(architecture, training)).problems)
+    assert any(arguments in str(problem) for problem in inspect(config(architecture, training)).problems)
 
 
 def test_a_family_whose_term_is_another_is_refused_unless_it_is_switched_off():
@@ -192,9 +192,9 @@ def readings(assembly):
 
 
 def test_the_start_up_table_says_what_the_routers_add():
-    said = readings(tiny_assembly(config()))["training.router_aux_loss_coef"]
-    assert (said.asked, said.found) == ("0.5", "0.5")
-    assert "2 layers" in said.source
+    reading = readings(tiny_assembly(config()))["training.router_aux_loss_coef"]
+    assert (reading.asked, reading.found) == ("0.5", "0.5")
+    assert "2 layers" in reading.source
     off = readings(tiny_assembly(config(training={"router_aux_loss_coef": 0})))["training.router_aux_loss_coef"]
     assert "switched off" in off.found
     quiet = readings(tiny_assembly(config({**MIXTRAL, "output_router_logits": False})))

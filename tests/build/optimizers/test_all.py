@@ -96,15 +96,15 @@ def test_states_that_stayed_on_the_device_stop_the_run():
 def test_a_recipe_names_it_by_its_group(optimizer):
     from framework.compose import draft
 
-    words = [f"optimizer={optimizer}", "model=smollm2_135m"]
-    assert str(draft("quickstart", words).config.training.optimizer) == optimizer
+    overrides = [f"optimizer={optimizer}", "model=smollm2_135m"]
+    assert str(draft("quickstart", overrides).config.training.optimizer) == optimizer
 
 
 LORA = {"lora_r": 8, "lora_target_modules": ["all-linear"]}
 
 
 @pytest.mark.parametrize(
-    ("choice", "more", "peft", "model", "said"),
+    ("choice", "more", "peft", "model", "message"),
     [
         ("galore_adamw", {"projection_rank": 64}, {}, {}, "above 64, and the widest that is trained has 64"),
         ("apollo_adamw", {"projection_rank": 128}, {}, {}, "above 128, and the widest that is trained has 64"),
@@ -113,10 +113,10 @@ LORA = {"lora_r": 8, "lora_target_modules": ["all-linear"]}
         ("muon", {}, {"peft_method": "prompt"}, {}, "none is trained"),
     ],
 )
-def test_an_optimizer_of_matrices_that_would_find_none_is_refused(choice, more, peft, model, said):
+def test_an_optimizer_of_matrices_that_would_find_none_is_refused(choice, more, peft, model, message):
     """It would have trained everything with AdamW under the name of another."""
     settings = training(choice, use_peft=bool(peft), **more) if not more else {"optimizer": choice, **more}
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         tiny_assembly(tiny_config(WIDE, training=settings, model=model, peft=peft))
 
 

@@ -84,11 +84,11 @@ def test_a_gradient_that_backward_has_not_reached_is_found(alone: None) -> None:
 
 
 def test_nothing_is_added_up_when_memory_ran_out_elsewhere(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(flag: torch.Tensor) -> None:
+    def one_failed(flag: torch.Tensor) -> None:
         assert flag.numel() == 1, "nothing but who has failed may be exchanged"
         flag.add_(1)
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", told)
+    monkeypatch.setattr(torch.distributed, "all_reduce", one_failed)
     buckets = GradientBuckets(nn.Linear(2, 2), CPU, Ranks(world=2, checks_in=True))
     with pytest.raises(OutOfMemoryElsewhere):
         buckets.add_up()

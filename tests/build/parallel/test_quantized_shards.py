@@ -219,9 +219,9 @@ def test_the_plan_holds_what_a_rank_is_given(name, found):
     one = record(case(name, 1, folder)).footprint
     assert rehearsal.footprint.total_parameters == one.total_parameters
     assert rehearsal.footprint.frozen_products == one.frozen_products
-    said = next(line for line in rehearsal.notes if line.startswith("base: "))
-    assert "stored as " in said
-    assert "adapter held in " in said
+    message = next(line for line in rehearsal.notes if line.startswith("base: "))
+    assert "stored as " in message
+    assert "adapter held in " in message
 
 
 def test_loading_takes_a_unit_and_the_layer_that_is_packed_or_the_unit_before_it_is(found):

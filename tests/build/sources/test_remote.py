@@ -100,9 +100,9 @@ def test_a_driver_that_is_not_installed_is_named(scheme, monkeypatch):
         raise ImportError(f"Install {PACKAGES[scheme]}")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", absent)
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         find_files(f"{scheme}://there/rows.jsonl", parse_split("train"), KEY)
-    [problem] = told.value.problems
+    [problem] = raised.value.problems
     assert f"{scheme}:// cannot be read without {PACKAGES[scheme]}" in problem.message
     assert f"pip install {PACKAGES[scheme]}" in str(problem.expected)
 

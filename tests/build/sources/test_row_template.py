@@ -45,9 +45,9 @@ def test_a_template_that_is_one_column_takes_its_value(tmp_path):
 
 
 def test_a_column_that_is_not_there_is_reported_with_its_row_and_the_nearest(tmp_path):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         rows(tmp_path, {"text": "{{ titel }}!"}, {"title": "a"})
-    [problem] = told.value.problems
+    [problem] = raised.value.problems
     assert "'titel' is undefined" in problem.message
     assert "did you mean `title`?" in problem.message
     assert str(problem.where).endswith("rows.jsonl:1")

@@ -64,11 +64,11 @@ def gradients(asked, batches):
 @pytest.mark.parametrize(("rule", "architecture"), thinned(RULES, {"llama": LLAMA, "gpt2": GPT2}))
 def test_neither_chunks_nor_split_change_anything(architecture, rule):
     batch = unequal_rows()
-    whole, reference, told = gradients(config(architecture=architecture, **rule), [batch])
+    whole, reference, expected = gradients(config(architecture=architecture, **rule), [batch])
     for chunk, batches in ((5, [batch]), (False, split(batch, 1)), (10_000, split(batch, 2))):
         result, seen, told_too = gradients(config(chunk, architecture=architecture, **rule), batches)
         assert result.loss == pytest.approx(whole.loss, rel=1e-5)
-        assert told_too == pytest.approx(told, rel=1e-5)
+        assert told_too == pytest.approx(expected, rel=1e-5)
         for name, gradient in reference.items():
             torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-6)
 
@@ -97,7 +97,7 @@ def test_half_precision_chunks_are_near_whole_logits():
 
 
 @pytest.mark.parametrize(
-    ("teacher", "key", "words"),
+    ("teacher", "key", "arguments"),
     [
         ({"architecture": {**WIDE, "vocab_size": 130}}, "training.teacher.model_name", "130 tokens in its vocabulary"),
         ({"architecture": {**WIDE, "max_position_embeddings": 16}}, "model.model_max_length", "teacher's 16 positions"),
@@ -105,8 +105,8 @@ def test_half_precision_chunks_are_near_whole_logits():
         ({"architecture": {"model_type": "bert"}}, "training.teacher.architecture.is_decoder", "bidirectional"),
     ],
 )
-def test_a_teacher_of_another_kind_is_refused(teacher, key, words):
-    with pytest.raises(RequestError, match=words) as caught:
+def test_a_teacher_of_another_kind_is_refused(teacher, key, arguments):
+    with pytest.raises(RequestError, match=arguments) as caught:
         settle(config(teacher=teacher))
     assert caught.value.problems[0].key == key
 

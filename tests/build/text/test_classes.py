@@ -108,12 +108,14 @@ def test_a_table_may_say_by_how_much_an_answer_is_better(
 
 
 def test_values_that_float32_makes_one_of_are_reported_with_how_to_scale() -> None:
-    (told,) = coarse_values(texts([2e9 + step for step in range(200)]))
-    assert "the 200 different values from 2000000000 to 2000000199 are 3 in float32, whose steps are 128 there" in told
-    assert "subtract 2000000100 from them" in told
-    assert "divide by 57.7" in told
-    (told,) = coarse_values(texts([[0.1 * step, str(2e9 + step)] for step in range(200)]))
-    assert "are 3 in float32" in told
+    (messages,) = coarse_values(texts([2e9 + step for step in range(200)]))
+    assert (
+        "the 200 different values from 2000000000 to 2000000199 are 3 in float32, whose steps are 128 there" in messages
+    )
+    assert "subtract 2000000100 from them" in messages
+    assert "divide by 57.7" in messages
+    (messages,) = coarse_values(texts([[0.1 * step, str(2e9 + step)] for step in range(200)]))
+    assert "are 3 in float32" in messages
 
 
 def test_values_that_float32_holds_well_enough_are_not_reported() -> None:
@@ -134,5 +136,5 @@ def test_the_warning_reaches_whoever_reads_the_rows(
         "model": {"model_max_length": 16},
         "data": {"train": [{"path": str(tmp_path / "rows.jsonl")}]},
     }
-    (told,) = prepare_data(TrainingConfig.model_validate(tree), make_tokenizer()).report.warnings
-    assert told.startswith("column `label`: the 40 different values")
+    (warnings,) = prepare_data(TrainingConfig.model_validate(tree), make_tokenizer()).report.warnings
+    assert warnings.startswith("column `label`: the 40 different values")

@@ -144,7 +144,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, chat: Chat, what: Supervise = Sup
     if not hasattr(chat_template_utils, "_REASONING_FIELDS"):  # transformers 5.17 leaves a thought under its one name
         thoughts = [message.get("reasoning_content") for message in messages]
         messages = [
-            {**one, **({"thinking": said} if said else {})} for one, said in zip(messages, thoughts, strict=True)
+            {**one, **({"thinking": thought} if thought else {})}
+            for one, thought in zip(messages, thoughts, strict=True)
         ]
     assert row.input_ids.tolist() == tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
     return supervised(tokenizer, row)

@@ -192,12 +192,12 @@ def test_nothing_below_one_row_is_proposed():
 @pytest.mark.parametrize("task", ["sft", "pretrain", "preference"])
 def test_no_other_task_is_proposed(task):
     """What is to be learnt is no price: without it, a lever that only another task has is none of this run's."""
-    words = [proposal.override for proposal in propose(tiny_config(training={"task": task}))]
-    assert words
+    overrides = [proposal.override for proposal in propose(tiny_config(training={"task": task}))]
+    assert overrides
     for phase in (None, "forward", "load"):
-        words += [move.override for move in rank_moves(None, phase, Cause.UNKNOWN)]
-    assert not any("training.task" in text for text in words)
-    assert any("precompute_reference" in text for text in words) == (task == "preference")
+        overrides += [move.override for move in rank_moves(None, phase, Cause.UNKNOWN)]
+    assert not any("training.task" in text for text in overrides)
+    assert any("precompute_reference" in text for text in overrides) == (task == "preference")
 
 
 EVAL_BATCH = "training.per_device_eval_batch_size"
@@ -205,8 +205,8 @@ EVAL_BATCH = "training.per_device_eval_batch_size"
 
 def test_where_evaluation_ran_out_one_row_at_a_time_is_offered():
     assert f"{EVAL_BATCH}=1" in [move.override for move in rank_moves(None, "eval", Cause.CAPACITY)]
-    words = [item.override for item in propose(tiny_config(training={"per_device_eval_batch_size": 8}))]
-    assert [word for word in words if word.startswith(EVAL_BATCH)] == [f"{EVAL_BATCH}=4", f"{EVAL_BATCH}=1"]
+    overrides = [item.override for item in propose(tiny_config(training={"per_device_eval_batch_size": 8}))]
+    assert [word for word in overrides if word.startswith(EVAL_BATCH)] == [f"{EVAL_BATCH}=4", f"{EVAL_BATCH}=1"]
     assert all(item.exact for item in propose(tiny_config()) if item.key == EVAL_BATCH)
     one = propose(tiny_config(training={"per_device_eval_batch_size": 1}))
     assert EVAL_BATCH not in {item.key for item in one}
@@ -218,10 +218,12 @@ def test_a_size_that_the_run_has_repaired_already_is_not_offered_again():
         lever(BATCH, {"eval": GIB}),
         *[{**lever(EVAL_BATCH, {"eval": GIB}), "override": f"{EVAL_BATCH}={size}"} for size in (4, 2, 1)],
     )
-    words = [move.override for move in rank_moves(plan, "eval", Cause.CAPACITY, repairs)]
-    assert words == [f"{BATCH}=x", f"{EVAL_BATCH}=1"]
-    words = [move.override for move in rank_moves(None, "eval", Cause.CAPACITY, [Repair(EVAL_BATCH, 2, 1, 3, "eval")])]
-    assert not [word for word in words if word.startswith(EVAL_BATCH)]
+    overrides = [move.override for move in rank_moves(plan, "eval", Cause.CAPACITY, repairs)]
+    assert overrides == [f"{BATCH}=x", f"{EVAL_BATCH}=1"]
+    overrides = [
+        move.override for move in rank_moves(None, "eval", Cause.CAPACITY, [Repair(EVAL_BATCH, 2, 1, 3, "eval")])
+    ]
+    assert not [word for word in overrides if word.startswith(EVAL_BATCH)]
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", None])

@@ -175,9 +175,9 @@ def test_bytes_reported_are_not_below_the_plan(usable: int) -> None:
     search = Search(space, planner).run()
     points = search.points()
     assert sum(item not in search.plans for item, _, _ in points) > 10
-    for item, told, _ in points:
+    for item, reported, _ in points:
         upper = planner.plan(space.config(item)).peak.device_bytes_upper
-        assert 0.96 * upper <= told <= 1.1 * upper
+        assert 0.96 * upper <= reported <= 1.1 * upper
 
 
 def test_a_pinned_lever_keeps_its_value() -> None:

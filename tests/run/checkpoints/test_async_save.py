@@ -121,12 +121,12 @@ def straight(corpus, tmp_path_factory):  # noqa: F811
 
 def test_a_run_learns_and_saves_the_same(corpus, straight, tmp_path, capsys):  # noqa: F811
     train(config(corpus, tmp_path / "run", training={**BESIDE, "save_total_limit": 5}), quiet=False)
-    said = capsys.readouterr().err.replace("\n", " ")
-    assert "after step 4: training.async_save = true (" in said
-    assert "of copies in host memory)" in said
+    output = capsys.readouterr().err.replace("\n", " ")
+    assert "after step 4: training.async_save = true (" in output
+    assert "of copies in host memory)" in output
     # the last one counts as well, though it is waited for
-    assert "2 checkpoints written during training in" not in said
-    assert "3 checkpoints written during training in" in said
+    assert "2 checkpoints written during training in" not in output
+    assert "3 checkpoints written during training in" in output
     assert metrics(tmp_path / "run") == metrics(straight)
     assert same(final_weights(tmp_path / "run"), final_weights(straight))
     one, other = files(tmp_path / "run" / "checkpoints"), files(straight / "checkpoints")

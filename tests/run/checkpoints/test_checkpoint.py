@@ -177,7 +177,7 @@ def test_retention_deletes_the_oldest_after_the_newest_is_complete(tmp_path, mon
 
 @pytest.mark.parametrize("why", ["link", "permission", "left over", "notes"])
 def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_stays(tmp_path, monkeypatch, why):
-    assembly, said = tiny_assembly(tiny_config()), []
+    assembly, messages = tiny_assembly(tiny_config()), []
     old = save_checkpoint(tmp_path / "other", contents_of(assembly, 1), keep=1)
     target = tmp_path / "checkpoints" / "step-00000001"
     target.parent.mkdir()
@@ -197,11 +197,11 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_stays(tmp_path
     if holder is not None:
         original = getattr(os if holder == "pathlib.os" else shutil, name)
         monkeypatch.setattr(f"{holder}.{name}", refuse)
-    save_checkpoint(tmp_path, contents_of(assembly, 2), keep=1, say=said.append)
-    assert len(said) == 1
+    save_checkpoint(tmp_path, contents_of(assembly, 2), keep=1, say=messages.append)
+    assert len(messages) == 1
     assert {"link": "it is a link to", "notes": "no run wrote notes.txt in it"}.get(
         why, "Operation not permitted"
-    ) in said[0]
+    ) in messages[0]
     assert ((tmp_path / "checkpoints" / ".step-00000001.retired") / "state.json").exists() is (why == "left over")
     assert (target / "state.json").exists() is (why != "left over")
     assert [path.name for path in checkpoints(tmp_path)][-1] == "step-00000002"

@@ -96,10 +96,10 @@ def test_one_that_fails_meanwhile_is_reported_with_the_export_that_there_is(corp
         raise SaveFailed("the disk is on fire.")
 
     monkeypatch.setattr(saver, "save_checkpoint", failing)
-    with pytest.raises(SaveFailed) as told:
+    with pytest.raises(SaveFailed) as raised:
         train(config(corpus, tmp_path / "run", training=PLAIN))
     final = tmp_path / "run" / "final"
-    assert str(told.value) == (
+    assert str(raised.value) == (
         f"the disk is on fire.\nThe weights after step 2 are exported: {final}; there is no checkpoint to resume from"
     )
     assert (final / "config.json").exists()

@@ -70,15 +70,15 @@ def test_as_many_devices_in_other_groups_cut_a_step_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said", "nearest"),
+    ("word", "message", "nearest"),
     [
         ("per_device_train_batch_size", "no key", "training.per_device_train_batch_size"),
         ("training.max_step", "no key", "training.max_steps"),
         ("model.model_name", "no run can resume with another model.model_name", None),
     ],
 )
-def test_what_allow_cannot_allow_is_reported(word: str, said: str, nearest: str | None) -> None:
-    with pytest.raises(RequestError, match=said) as caught:
+def test_what_allow_cannot_allow_is_reported(word: str, message: str, nearest: str | None) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
         check_allowed(["training.max_steps", "training.logging_steps", "data.train", "gpu.count", word])
     [problem] = caught.value.problems
     assert (problem.key, problem.nearest) == ("--allow", nearest)

@@ -124,8 +124,8 @@ def test_a_rank_that_is_killed_is_named_and_ctrl_c_saves(number, code, write, co
     """SIGKILL to rank 1: all end within 30 s, the last checkpoint is whole. SIGINT to the launcher: saved, all end."""
     recipe = write(RECIPE.format(corpus=corpus, count=2))
     command = [sys.executable, "-m", "framework", "train", str(recipe), "training.output_dir=run"]
-    told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = subprocess.Popen(command, env=told, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     saved = Path("run/checkpoints/step-00000020")
     end = time.monotonic() + 200
     while not saved.exists() and time.monotonic() < end and launcher.poll() is None:
@@ -146,8 +146,8 @@ def test_a_rank_that_is_killed_is_named_and_ctrl_c_saves(number, code, write, co
 def test_ranks_whose_launcher_is_killed_say_so_and_end(write, corpus):  # noqa: F811
     recipe = write(RECIPE.format(corpus=corpus, count=2))
     command = [sys.executable, "-m", "framework", "train", str(recipe), "training.output_dir=run"]
-    told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = subprocess.Popen(command, env=told, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 200
     while not Path("run/checkpoints/step-00000020").exists() and time.monotonic() < end and launcher.poll() is None:
         time.sleep(0.2)

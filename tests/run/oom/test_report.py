@@ -98,9 +98,9 @@ def test_a_run_that_goes_on_keeps_the_report_under_the_name_of_its_step(corpus, 
     ]
     with pytest.raises(
         RequestError, match=r"continued since it stopped: oom-step-00000003\.txt, oom-step-00000003-2"
-    ) as told:
+    ) as raised:
         explain(folder)
-    assert told.value.problems[0].nearest == str(folder / "oom-step-00000003-2.txt")
+    assert raised.value.problems[0].nearest == str(folder / "oom-step-00000003-2.txt")
     assert explain(folder / "oom-step-00000003-2.txt").cause == "capacity"
     train(config(corpus, folder), overwrite=True)
     assert not list(folder.glob("oom*"))

@@ -239,12 +239,12 @@ def test_at_one_row_the_state_is_saved_and_the_row_is_named(corpus, tmp_path, fa
     failing({3: [100]})
     with pytest.raises(OutOfMemory) as raised:
         run(corpus, tmp_path / "run", steps=4, training=one)
-    said = str(raised.value)
+    message = str(raised.value)
     assert raised.value.exit_code == 4
-    assert "nothing is left to halve: the micro-batch is 1 row (row [" in said
-    assert "the longest of all has" in said
-    assert "the state after step 2 is saved; continue with --resume" in said
-    assert "overrides to paste" in said
+    assert "nothing is left to halve: the micro-batch is 1 row (row [" in message
+    assert "the longest of all has" in message
+    assert "the state after step 2 is saved; continue with --resume" in message
+    assert "overrides to paste" in message
     failing({})
     made = config(corpus, tmp_path / "run", training={**SHRINK, "max_steps": 4, **one})
     train(made, resume=True)
@@ -399,8 +399,8 @@ def test_what_a_run_over_the_card_does_is_up_to_on_oom(corpus, tmp_path, capsys)
     plan = make_plan(record(settings))
     small = dataclasses.replace(plan, device=dataclasses.replace(plan.device, name="toaster", usable_bytes=1000))
     train(settings, planner=lambda _: small, quiet=False)
-    assert "toaster has 0.00 GiB usable" in (said := capsys.readouterr().err)
-    assert "training.on_oom=shrink tries it anyway" in said
+    assert "toaster has 0.00 GiB usable" in (output := capsys.readouterr().err)
+    assert "training.on_oom=shrink tries it anyway" in output
     assert metrics(tmp_path / "run")
 
 

@@ -110,16 +110,16 @@ def runs_as_rank(corpus, folder):  # noqa: F811
     train(settings(corpus, folder / "two", per_device_train_batch_size=2))
     with failing() as modes:
         train(settings(corpus, folder / "counted"))
-    drawn, told = random.Random(0), {}
+    drawn, record = random.Random(0), {}
     for name, (step, point, who) in points(modes, drawn).items():
         at = max(1, point - 5 * rank * (who == "both"))  # not at the same operator
         with failing(step if rank in WHO[who] else None, at) as failed:
             train(settings(corpus, folder / name))
-        told[name] = [who, failed[step].failed]
-    told |= elsewhere(corpus, folder, rank)
+        record[name] = [who, failed[step].failed]
+    record |= elsewhere(corpus, folder, rank)
     train(one_row(corpus, folder / "ended"), resume=True)
     train(one_row(corpus, folder / "straight"))
-    print(json.dumps(told))
+    print(json.dumps(record))
 
 
 def one_row(corpus, folder):  # noqa: F811
@@ -186,7 +186,7 @@ def gone(corpus, folder):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def told(corpus, folder, gone):  # noqa: F811
+def outcomes(corpus, folder, gone):  # noqa: F811
     """Who failed where, as both ranks say."""
     both = as_ranks("runs_as_rank", corpus, folder)
     assert [rank.code for rank in both] == [0, 0], both[0].err + both[1].err
@@ -198,18 +198,18 @@ def as_ranks(name, *arguments):
     return ended(start(script, *map(str, arguments)))
 
 
-def failed_as_meant(told, beginning):
+def failed_as_intended(outcomes, beginning):
     """Names of the runs, after seeing that operators failed on the ranks that they were to fail on."""
-    names = [name for name in told[0] if name.startswith(beginning)]
+    names = [name for name in outcomes[0] if name.startswith(beginning)]
     for name in names:
-        who, _ = told[0][name]
-        assert [rank[name][1] for rank in told] == [int(number in WHO[who]) for number in (0, 1)], name
+        who, _ = outcomes[0][name]
+        assert [rank[name][1] for rank in outcomes] == [int(number in WHO[who]) for number in (0, 1)], name
     return names
 
 
 @pytest.mark.slow
-def test_a_first_step_undone_on_any_rank_is_bitwise_that_of_a_run_at_the_final_micro_batch(folder, told):
-    names, expected = failed_as_meant(told, ("first", "update")), final_weights(folder / "two")
+def test_a_first_step_undone_on_any_rank_is_bitwise_that_of_a_run_at_the_final_micro_batch(folder, outcomes):
+    names, expected = failed_as_intended(outcomes, ("first", "update")), final_weights(folder / "two")
     assert len(names) == 7
     for name in names:
         assert same(final_weights(folder / name), expected), name
@@ -218,8 +218,8 @@ def test_a_first_step_undone_on_any_rank_is_bitwise_that_of_a_run_at_the_final_m
 
 
 @pytest.mark.slow
-def test_a_later_step_undone_half_way_is_bitwise_one_undone_before_it_began(folder, told):
-    begun, *names = failed_as_meant(told, "later")
+def test_a_later_step_undone_half_way_is_bitwise_one_undone_before_it_began(folder, outcomes):
+    begun, *names = failed_as_intended(outcomes, "later")
     assert len(names) == 2
     for name in names:
         assert same(final_weights(folder / name), final_weights(folder / begun)), name
@@ -228,7 +228,7 @@ def test_a_later_step_undone_half_way_is_bitwise_one_undone_before_it_began(fold
 
 
 @pytest.mark.slow
-def test_the_repair_is_written(folder, told):
+def test_the_repair_is_written(folder, outcomes):
     repairs = json.loads((folder / "update" / "memory.json").read_text())["repairs"]
     assert [(repair["before"], repair["after"], repair["phase"]) for repair in repairs] == [(4, 2, "optimizer_step")]
     explained = explain(folder / "update")
@@ -237,9 +237,9 @@ def test_the_repair_is_written(folder, told):
 
 
 @pytest.mark.slow
-def test_the_trial_and_an_evaluation_come_again_on_both(folder, told):
+def test_the_trial_and_an_evaluation_come_again_on_both(folder, outcomes):
     assert same(final_weights(folder / "elsewhere"), final_weights(folder / "two"))
-    assert told[0]["eval sizes"][-1] == told[1]["eval sizes"][-1] == 1
+    assert outcomes[0]["eval sizes"][-1] == outcomes[1]["eval sizes"][-1] == 1
     plan = json.loads((folder / "elsewhere" / "plan.json").read_text())
     assert plan["batch"]["per_device"] == 2, "planned again, by the first rank for both"
     assert metrics(folder / "elsewhere", "eval_loss") == pytest.approx(metrics(folder / "two", "eval_loss"), rel=1e-5)
@@ -258,7 +258,7 @@ def test_at_one_row_all_save_and_one_speaks(folder, gone):
 
 
 @pytest.mark.slow
-def test_and_the_run_goes_on_from_there(folder, told):
+def test_and_the_run_goes_on_from_there(folder, outcomes):
     assert metrics(folder / "ended") == metrics(folder / "straight")
     assert same(final_weights(folder / "ended"), final_weights(folder / "straight"))
 

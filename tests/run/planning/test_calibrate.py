@@ -90,8 +90,8 @@ def test_every_figure_says_how_it_was_measured_and_a_plan_has_nothing_to_assume(
 def test_the_context_of_the_libraries_in_use_is_what_is_planned_with() -> None:
     card = GPUParams(**to_card(replace(H100, library_context_bytes={"liger-kernel": 900 << 20})))
     assert card.context_bytes == 900 << 20
-    said = "500 MiB before a step, 767 MiB with the kernels of a step, 900 MiB with those of liger-kernel"
-    assert said in card.sources["context_bytes"]
+    message = "500 MiB before a step, 767 MiB with the kernels of a step, 900 MiB with those of liger-kernel"
+    assert message in card.sources["context_bytes"]
     assert "allocator native, no settings" in card.sources["context_bytes"]
 
 

@@ -110,8 +110,10 @@ def test_all_processes_of_a_machine_need_room(
     host = HostUse(processes=8, other_bytes=10 * GIB, pinned_bytes=6 * GIB)
     plan = replace(PLAN, host_bytes=30 * GIB, host=host)
     room.require_capacity(plan, tmp_path, processes=8)
-    said = r"needs up to 101.00 GiB of host memory for 8 processes \(48.00 GiB of it pinned\), 100.00 GiB is available"
-    with pytest.raises(DoesNotFit, match=said):
+    message = (
+        r"needs up to 101.00 GiB of host memory for 8 processes \(48.00 GiB of it pinned\), 100.00 GiB is available"
+    )
+    with pytest.raises(DoesNotFit, match=message):
         room.require_capacity(replace(plan, host_bytes=31 * GIB), tmp_path, processes=8)
     given_up = replace(plan, host_bytes=35 * GIB, host=replace(host, end_bytes=5 * GIB))
     room.require_capacity(given_up, tmp_path, processes=8)  # then files are written one after the other

@@ -182,13 +182,13 @@ NEEDS_THE_SHAPE = {
 def test_check_finds_what_needs_only_the_shape_of_the_model(name, write, monkeypatch):
     """And a plan refuses the same."""
     monkeypatch.setattr("framework.checks.unmet_requirements", lambda *_, **__: iter(()))
-    overrides, key, words = NEEDS_THE_SHAPE[name]
+    overrides, key, message = NEEDS_THE_SHAPE[name]
     report = check_request(write(RECIPE.replace("vocab_size: 128", "vocab_size: 128, tie_word_embeddings: false")),
                            [*SHARDED, *overrides])  # fmt: skip
     assert report.composition is not None, report.problems
     problems = inspect(report.composition.config).problems
     assert [problem.key.partition("[")[0] for problem in problems] == [key]
-    assert words in str(problems[0])
+    assert message in str(problems[0])
     with pytest.raises(RequestError) as caught:
         rehearse(report.composition.config)
     assert caught.value.problems == problems
@@ -203,7 +203,7 @@ OF_ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "said"),
+    ("arguments", "key", "message"),
     [
         (["training.output_dir=rows.jsonl"], "training.output_dir", "cannot be a folder: Not a directory"),
         (["training.fallback_dir=rows.jsonl/a"], "training.fallback_dir", "cannot be a folder: Not a directory"),
@@ -219,14 +219,14 @@ OF_ROWS = [
         ),
     ],
 )
-def test_check_finds_what_a_run_refuses_before_it_loads_weights(words, key, said, write):
+def test_check_finds_what_a_run_refuses_before_it_loads_weights(arguments, key, message, write):
     recipe = write(RECIPE)
     Path("rows.jsonl").write_text('{"text": "some words of text"}\n' * 8)
-    report = check_request(recipe, ["gpu=cpu", *OF_ROWS, *words])
+    report = check_request(recipe, ["gpu=cpu", *OF_ROWS, *arguments])
     assert report.composition is not None, report.problems
     config = report.composition.config
     (found,) = inspect(config).problems
-    assert (found.key, said in found.message) == (key, True)
+    assert (found.key, message in found.message) == (key, True)
     with pytest.raises(RequestError) as caught:
         train(config, overwrite=True)
     assert caught.value.problems == (found,)
@@ -245,9 +245,9 @@ def test_a_folder_of_another_machine_is_a_warning(write):
 def test_columns_that_are_not_read_are_a_warning(write, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "some words", "extra": 1, "more": 2}\n' * 4)
-    words = ["gpu=cpu", "training.task=pretrain", "model.tokenizer.train=bpe", f"data.train=[{{path: {rows}}}]"]
+    overrides = ["gpu=cpu", "training.task=pretrain", "model.tokenizer.train=bpe", f"data.train=[{{path: {rows}}}]"]
     recipe = write(RECIPE.replace(", vocab_size: 128", "") + "  \n")
-    report = check_request(recipe, [*words, "model.tokenizer.vocab_size=300"])
+    report = check_request(recipe, [*overrides, "model.tokenizer.vocab_size=300"])
     assert report.composition is not None, report.problems
     found = inspect(report.composition.config)
     assert ([*map(str, found.problems)], [problem.message for problem in found.warnings]) == (

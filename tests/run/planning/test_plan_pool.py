@@ -86,8 +86,8 @@ def test_a_worker_that_was_ended_is_reported_and_replaced(monkeypatch: Any) -> N
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any], then: str = "") -> None:
     """A process that gives these answers, whatever it is asked, and does something else."""
-    told = json.dumps(answers) + "\n" if answers else ""
-    code = f"import sys; sys.stdin.readline(); sys.stdout.write({told!r}); sys.stdout.flush(); {then}"
+    line = json.dumps(answers) + "\n" if answers else ""
+    code = f"import sys; sys.stdin.readline(); sys.stdout.write({line!r}); sys.stdout.flush(); {then}"
     monkeypatch.setattr(plan_pool, "_COMMAND", [sys.executable, "-c", code])
 
 

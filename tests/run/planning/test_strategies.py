@@ -20,8 +20,8 @@ model:
 FIXED = ("balanced", "low_memory", "lowest_memory")
 
 
-def composed(write, name: str, *words: str) -> TrainingConfig:
-    return compose(write(RECIPE), [f"training={name}", "gpu=rtx3060_12gb", *words]).config
+def composed(write, name: str, *arguments: str) -> TrainingConfig:
+    return compose(write(RECIPE), [f"training={name}", "gpu=rtx3060_12gb", *arguments]).config
 
 
 def test_each_takes_less_than_the_one_before(write):

@@ -15,8 +15,8 @@ def with_peak(**terms):
 def test_a_quantised_base_that_needs_more_names_what_grew():
     plain = with_peak(weights=16 * 2**30, logits_and_loss=8 * 2**30)
     upcast = with_peak(weights=6 * 2**30, logits_and_loss=20 * 2**30)
-    said = without_gain(upcast, plain)
-    assert "26.00 GiB with a quantized base, 24.00 GiB without; logits and loss grew by 12.00 GiB" in said
+    message = without_gain(upcast, plain)
+    assert "26.00 GiB with a quantized base, 24.00 GiB without; logits and loss grew by 12.00 GiB" in message
     assert without_gain(plain, plain)
     assert without_gain(with_peak(weights=6 * 2**30), plain) is None
 

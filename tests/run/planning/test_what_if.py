@@ -36,9 +36,9 @@ def test_the_keys_named_exist() -> None:
 
 
 def test_a_key_that_says_it_costs_no_memory_is_not_planned_alone() -> None:
-    said = {key for key, text in _described(TrainingConfig, "") if "no memory." in text.lower()}
-    assert {"training.learning_rate", "training.preference.beta", "data.multi_label"} <= said
-    assert not {key for key in said if moves_memory(key) and key != "data.labels"}
+    claimed = {key for key, text in _described(TrainingConfig, "") if "no memory." in text.lower()}
+    assert {"training.learning_rate", "training.preference.beta", "data.multi_label"} <= claimed
+    assert not {key for key in claimed if moves_memory(key) and key != "data.labels"}
 
 
 def _described(section: type[BaseModel], inside: str) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ LORA = ["peft=lora", "model.model_max_length=1024"]
 
 
 @pytest.mark.parametrize(
-    ("words", "limit"),
+    ("arguments", "limit"),
     [
         ([*PURE, "model.model_max_length=1024"], 0.002),
         ([*PURE, *CHUNKED], 0.002),
@@ -30,13 +30,13 @@ LORA = ["peft=lora", "model.model_max_length=1024"]
     ],
     ids=["pure", "chunked", "budget", "checkpointed", "autocast", "lora", "lora-checkpointed"],
 )
-def test_a_compiled_run_takes_what_was_planned(write: Any, words: list[str], limit: float) -> None:
+def test_a_compiled_run_takes_what_was_planned(write: Any, arguments: list[str], limit: float) -> None:
     recipe = write("schema_version: 1\n")
     base = ["model=llama3.2_1b", "gpu=h100_80gb", "model.load_pretrained_weights=false"]
     base += ["training.per_device_train_batch_size=4", "training.optimizer=adamw_torch_fused", "training.compile=true"]
-    config = compose(str(recipe), [*base, *words]).config
+    config = compose(str(recipe), [*base, *arguments]).config
     plan, found = plan_in_subprocess(config), measure_apart(config)
-    print(words, plan.step_peak.allocated_bytes, found.allocated_bytes, plan.step, found.step_seconds)
+    print(arguments, plan.step_peak.allocated_bytes, found.allocated_bytes, plan.step, found.step_seconds)
     assert found.allocated_bytes == pytest.approx(plan.step_peak.allocated_bytes, rel=limit)
     assert found.device_bytes <= plan.step_peak.device_bytes_upper
 

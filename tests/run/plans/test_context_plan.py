@@ -76,8 +76,8 @@ def test_time_has_the_exchange_and_speed_is_of_one_device():
 
 def test_the_plan_says_what_is_shared():
     plan = rehearse(config(4))
-    said = "each device has 512 of 2,048 tokens of a row, and gathers keys and values of all of them in each layer"
-    assert said in plan.assumptions
+    message = "each device has 512 of 2,048 tokens of a row, and gathers keys and values of all of them in each layer"
+    assert message in plan.assumptions
     assert plan.step_peak.terms.overhead == 2 * NCCL_BYTES
     assert any(f"band ({Band.CONTEXT})" in line for line in plan.assumptions)
 
@@ -100,13 +100,13 @@ def test_the_cpu_is_planned_too():
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "message"),
     [
         ({**GEMMA2, "max_position_embeddings": 4096}, r"Gemma2Attention changes its scores \(softcap\)"),
         ({**SHAPE, "model_type": "mistral", "sliding_window": 512}, "MistralAttention sees 512 tokens back"),
         ({**SHAPE, "attention_dropout": 0.1}, "LlamaAttention drops out 0.1 of its scores"),
     ],
 )
-def test_what_attention_over_devices_does_not_do_is_refused_by_the_plan(shape, said):
-    with pytest.raises(RequestError, match=said):
+def test_what_attention_over_devices_does_not_do_is_refused_by_the_plan(shape, message):
+    with pytest.raises(RequestError, match=message):
         rehearse(config(2, shape=shape))

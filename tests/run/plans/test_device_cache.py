@@ -55,8 +55,8 @@ def planned(every):
 def test_the_plan_shows_the_same_allocated_peak(every):
     plain, emptied = planned(None), planned(every)
     assert emptied.step_peak.allocated_bytes == plain.step_peak.allocated_bytes
-    told = {1: "every step", 2: "every 2 steps"}[every]
-    assert any(f"the cache is emptied {told}:" in line for line in emptied.assumptions)
+    interval = {1: "every step", 2: "every 2 steps"}[every]
+    assert any(f"the cache is emptied {interval}:" in line for line in emptied.assumptions)
     assert emptied.step is not None
     assert emptied.step == plain.step
 

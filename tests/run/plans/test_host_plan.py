@@ -79,9 +79,9 @@ def test_f05_what_is_pinned_is_planned_for_all_ranks() -> None:
     part = 4 * plan.total_parameters / 8
     assert 2 * part <= plan.host.pinned_bytes < 4 * part
     assert planned("gathered").host.pinned_bytes == 0
-    said = dict(facts(plan))["host memory"]
-    assert "for the 8 processes of a machine" in said
-    assert f"{8 * plan.host.pinned_bytes / 2**30:,.2f} GiB of it pinned" in said
+    host = dict(facts(plan))["host memory"]
+    assert "for the 8 processes of a machine" in host
+    assert f"{8 * plan.host.pinned_bytes / 2**30:,.2f} GiB of it pinned" in host
 
 
 def test_a_checkpoint_that_is_gathered_is_on_the_first_host() -> None:

@@ -44,12 +44,12 @@ def test_compiled_steps_of_few_tokens_take_what_the_host_takes():
 def test_recorded_kernels_cost_the_host_nothing():
     """SmolLM2's 360M over 8 x 512 tokens: 29.3 ms a step recorded, 60.2 to 87.2 launched, in one call on an H200 whose
     host was faster than the fitted one (benchmarks/results/race_graphs_h200.json)."""
-    words = ["model=smollm2_360m", "gpu=h200_141gb", "data.eval_fraction=0", "model.load_pretrained_weights=false"]
-    words += ["model.model_max_length=512", "data.pad_to_multiple_of=512", "training.per_device_train_batch_size=8"]
-    words += ["training.global_batch_size=8", "model.torch_dtype_str=bfloat16", "training.compile=true"]
-    words += ["training.mixed_precision_dtype=none", "training.optimizer=anyprecision_adamw"]
+    overrides = ["model=smollm2_360m", "gpu=h200_141gb", "data.eval_fraction=0", "model.load_pretrained_weights=false"]
+    overrides += ["model.model_max_length=512", "data.pad_to_multiple_of=512", "training.per_device_train_batch_size=8"]
+    overrides += ["training.global_batch_size=8", "model.torch_dtype_str=bfloat16", "training.compile=true"]
+    overrides += ["training.mixed_precision_dtype=none", "training.optimizer=anyprecision_adamw"]
     launched, recorded = (
-        step_cost(record(compose("finetune_local", [*words, f"training.cuda_graphs={value}"]).config))
+        step_cost(record(compose("finetune_local", [*overrides, f"training.cuda_graphs={value}"]).config))
         for value in ("false", "true")
     )
     assert launched.bound_by == "host"

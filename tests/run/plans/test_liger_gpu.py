@@ -25,14 +25,14 @@ LORA = ["model=llama3.1_8b", "peft=lora", "training.per_device_train_batch_size=
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [PURE, [*PURE, CHUNKED], [*PURE, CHUNKED, GC], ["model=llama3.2_1b", CHUNKED, "model.model_max_length=1024"], LORA],
     ids=["pure", "chunked", "checkpointed", "autocast", "8b-lora-checkpointed"],
 )
-def test_a_run_takes_what_was_planned(write: Any, words: list[str]) -> None:
-    config = compose(str(write("schema_version: 1\n")), [*BASE, *words]).config
+def test_a_run_takes_what_was_planned(write: Any, arguments: list[str]) -> None:
+    config = compose(str(write("schema_version: 1\n")), [*BASE, *arguments]).config
     plan, found = plan_in_subprocess(config), measure_apart(config)
-    print(words, plan.step_peak.allocated_bytes, found.allocated_bytes, plan.step, found.step_seconds)
+    print(arguments, plan.step_peak.allocated_bytes, found.allocated_bytes, plan.step, found.step_seconds)
     assert found.allocated_bytes == pytest.approx(plan.step_peak.allocated_bytes, rel=0.01)
     assert found.device_bytes <= plan.step_peak.device_bytes_upper
 

@@ -23,9 +23,9 @@ LORA = ["model=llama3.1_8b", "peft=lora", "peft.lora_dropout=0", "training.mixed
 LORA += ["training.per_device_train_batch_size=2"]
 
 
-def plan(write: Any, *words: str) -> Plan:
+def plan(write: Any, *arguments: str) -> Plan:
     recipe = write("schema_version: 1\nmodel: {chunked_loss: false}\n")
-    return make_plan(record(compose(str(recipe), [*BASE, *words]).config))
+    return make_plan(record(compose(str(recipe), [*BASE, *arguments]).config))
 
 
 def ligers_loss(model: Any, batch: Any, observe: Any) -> Any:
@@ -40,16 +40,16 @@ def ligers_loss(model: Any, batch: Any, observe: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("words", "measured"),
+    ("arguments", "measured"),
     [(PURE, 16.916), ([*PURE, GC], 9.928), pytest.param([*LORA, GC], 17.572, marks=pytest.mark.slow)],
     ids=["1b", "1b-checkpointed", "8b-lora-checkpointed"],
 )
 def test_with_ligers_loss_the_plan_is_what_was_measured(
-    write: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], measured: float
+    write: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], measured: float
 ) -> None:
     """H100, torch 2.11, transformers 5.17, liger-kernel 0.8.5."""
     monkeypatch.setattr(tasks, "build_loss", lambda *_: ligers_loss)
-    assert plan(write, *words, ON).step_peak.allocated_bytes / GIB == pytest.approx(measured, rel=0.0001)
+    assert plan(write, *arguments, ON).step_peak.allocated_bytes / GIB == pytest.approx(measured, rel=0.0001)
 
 
 def test_the_kernels_save_activations_with_either_loss_and_take_time(write: Any) -> None:
@@ -66,8 +66,8 @@ def test_the_kernels_save_activations_with_either_loss_and_take_time(write: Any)
 
 
 def test_launches_are_operations_of_their_phase(write: Any) -> None:
-    words = [*PURE, ON, "model.architecture.num_hidden_layers=2", "model.model_max_length=64"]
-    trace = record(compose(str(write("schema_version: 1\n")), [*BASE, *words]).config).trace
+    arguments = [*PURE, ON, "model.architecture.num_hidden_layers=2", "model.model_max_length=64"]
+    trace = record(compose(str(write("schema_version: 1\n")), [*BASE, *arguments]).config).trace
     seen = {(item.name, item.phase) for item in trace.operations if item.name.startswith("_")}
     assert {("_triton_rope", "forward"), ("_triton_rope", "backward")} <= seen
     assert ("_swiglu_backward_kernel", "backward") in seen

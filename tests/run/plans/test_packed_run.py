@@ -58,12 +58,12 @@ def test_resuming_a_packed_run_is_exact(texts: Any, tmp_path: Any, monkeypatch: 
 
 def test_a_packed_run_says_what_it_does(texts: Any, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run(texts, tmp_path / "run", quiet=False)
-    said = "".join(capsys.readouterr())
-    assert f"a row is a pack of at most {LENGTH} tokens" in said
-    assert "of the positions hold a token" in said
-    assert "data.packing" in said
-    assert "documents kept separately" in said
-    assert "after step 1: data.packing = true (positions of the first step: " in said
+    output = "".join(capsys.readouterr())
+    assert f"a row is a pack of at most {LENGTH} tokens" in output
+    assert "of the positions hold a token" in output
+    assert "data.packing" in output
+    assert "documents kept separately" in output
+    assert "after step 1: data.packing = true (positions of the first step: " in output
 
 
 def test_tokens_are_positions_and_every_row_is_trained_on_once_an_epoch(texts: Any, tmp_path: Any) -> None:

@@ -58,9 +58,9 @@ def test_chunks_save_the_logits_and_are_the_first_advice_when_these_are_the_larg
     whole, chunked = (plan(wide, 4096, model={**PURE_BF16, "chunked_loss": loss}) for loss in (False, True))
     saved = whole.step_peak.allocated_bytes - chunked.step_peak.allocated_bytes
     assert whole.peak.terms.logits_and_loss == pytest.approx(12 * 4096 * 131072, rel=0.01)
-    told = [float(word) for word in whole.warnings[0].split() if word.replace(".", "").isdigit()]
+    figures = [float(word) for word in whole.warnings[0].split() if word.replace(".", "").isdigit()]
     assert "model.chunked_loss=true" in whole.warnings[0]
-    assert told == [pytest.approx(saved / GIB, rel=0.25)]
+    assert figures == [pytest.approx(saved / GIB, rel=0.25)]
     assert chunked.warnings == ()
     assert CHUNK == DEFAULT_CHUNK
 
@@ -116,8 +116,8 @@ def test_loading_streams_so_the_host_holds_no_second_model() -> None:
 
 def test_a_plan_for_the_cpu_counts_resident_bytes_and_says_so() -> None:
     made = make_plan(record(tiny_config(gpu=read_card("cpu"))))
-    said = "cpu: bytes are those of tensors in the process's resident memory"
-    assert any(line.startswith(said) for line in made.assumptions)
+    message = "cpu: bytes are those of tensors in the process's resident memory"
+    assert any(line.startswith(message) for line in made.assumptions)
     assert made.fits
     assert made.step is None
     assert made.run_hours is None
@@ -128,7 +128,7 @@ def test_a_plan_for_the_cpu_counts_resident_bytes_and_says_so() -> None:
 
 def test_the_batch_and_the_length_are_reported() -> None:
     made = plan(LLAMA, 64, training={"per_device_train_batch_size": 4, "max_steps": 100})
-    assert any("64 tokens long, 4 rows" in said for said in made.assumptions)
+    assert any("64 tokens long, 4 rows" in assumption for assumption in made.assumptions)
     assert made.step is not None
     assert made.run_hours == pytest.approx(made.step.seconds * 100 / 3600)
 
@@ -175,7 +175,10 @@ def test_a_mixed_list_of_cards_is_planned_for_the_smallest() -> None:
     assert made.device.usable_bytes == alone.device.usable_bytes
     assert made.batch.accumulation == alone.batch.accumulation == 2
     assert made.peak.device_bytes == alone.peak.device_bytes + NCCL_BYTES
-    assert any("equal shares on 3 devices" in said and "40gb is the limit" in said for said in made.assumptions)
+    assert any(
+        "equal shares on 3 devices" in assumption and "40gb is the limit" in assumption
+        for assumption in made.assumptions
+    )
 
 
 def test_a_moving_average_costs_4_bytes_a_weight_on_the_device_or_on_the_host_with_a_copy_a_step() -> None:
@@ -244,4 +247,4 @@ def test_copies_on_several_devices_keep_their_gradients_and_exchange_them() -> N
     assert together.step is not None
     assert alone.step is not None
     assert together.step.seconds > alone.step.seconds
-    assert any("DDP" in said for said in together.assumptions)
+    assert any("DDP" in assumption for assumption in together.assumptions)

@@ -93,15 +93,15 @@ def test_time_has_the_sums_and_speed_is_of_one_device():
 
 def test_the_plan_says_what_is_shared_and_what_cards_took():
     plan = rehearse(config(2, card={"name": "cpu"}))
-    said = "21 tensors are in 2 parts, one on each device of a group; embedding and head are replicated"
-    assert said in plan.assumptions
+    message = "21 tensors are in 2 parts, one on each device of a group; embedding and head are replicated"
+    assert message in plan.assumptions
     plan = rehearse(config(2))
     assert any(f"band ({Band.TENSOR})" in line for line in plan.assumptions)
     assert any("steps of two H200 were planned within 10 %" in line for line in plan.assumptions)
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "message"),
     [
         ({**SHAPE, "num_key_value_heads": 1}, "1 key and value heads of llama are not 2 equal parts"),
         ({**SHAPE, "intermediate_size": 1023}, "1,023 inner features of llama are not 2 equal parts"),
@@ -113,7 +113,7 @@ def test_the_plan_says_what_is_shared_and_what_cards_took():
         ({**SHAPE, "model_type": "cohere", "use_qk_norm": True}, r"does not mention .*self_attn\.q_norm\.weight"),
     ],
 )
-def test_models_that_cannot_be_cut_so_are_refused_with_what_can(shape, said):
-    with pytest.raises(RequestError, match=said) as caught:
+def test_models_that_cannot_be_cut_so_are_refused_with_what_can(shape, message):
+    with pytest.raises(RequestError, match=message) as caught:
         rehearse(config(2, shape=shape))
     assert "1" in (caught.value.problems[0].expected or "")

@@ -82,8 +82,8 @@ def test_the_module_leaves_the_working_directory_before_it_imports(trapped):
 
 
 def test_a_plan_is_made_in_a_directory_of_traps(trapped):
-    words = ["plan", str(ROOT / "recipes" / "quickstart.yaml"), "gpu=24gb", "--json"]
-    code = f"from framework.__main__ import main; sys.argv[1:] = {words!r}; sys.exit(main())"
+    arguments = ["plan", str(ROOT / "recipes" / "quickstart.yaml"), "gpu=24gb", "--json"]
+    code = f"from framework.__main__ import main; sys.argv[1:] = {arguments!r}; sys.exit(main())"
     done = run(python_command(code))
     assert done.returncode == 0, done.stderr
     assert not trapped.exists()

@@ -62,8 +62,8 @@ def losses(folder: Path, case: str, count: int) -> list[float]:
     file = folder.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(recipe))
     command = [sys.executable, "-m", "framework", "train", str(file), "--nproc", str(count), "--quiet"]
-    told = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run(command, env=told, check=True, timeout=550)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run(command, env=environment, check=True, timeout=550)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 

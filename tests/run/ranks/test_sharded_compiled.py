@@ -78,7 +78,7 @@ def test_a_plan_of_compiled_shards_keeps_less() -> None:
     )
     assert less.step_peak.terms.weights == plain.step_peak.terms.weights
     assert less.step_peak.terms.activations < 0.9 * plain.step_peak.terms.activations
-    assert not any("could not be captured" in said for said in less.assumptions)
+    assert not any("could not be captured" in assumption for assumption in less.assumptions)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_plan_captures_blocks_of_packed_shards() -> None:
     card = {"name": "h100_80gb", "capability": "9.0", "multiprocessors": 132, "count": 2}
     training = {**PACKED["training"], "compile": True, "global_batch_size": 16}
     made = rehearse(tiny_config(LLAMA, training=training, peft=PACKED["peft"], gpu=card, fsdp={"enable_fsdp": True}))
-    assert any("tensors that torch's partitioner saves" in said for said in made.assumptions)
+    assert any("tensors that torch's partitioner saves" in assumption for assumption in made.assumptions)
 
 
 def test_units_inside_of_a_graph_are_refused() -> None:

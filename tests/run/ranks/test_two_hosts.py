@@ -54,10 +54,10 @@ def trains_as(processes, alone, folder) -> None:
 def test_two_agents_of_torchrun(recipe, alone, tmp_path) -> None:
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(HOSTS), "--nproc-per-node", str(ON_EACH)]
     meet = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    words = ["-m", "framework", "train", str(recipe), f"training.output_dir={tmp_path / 'run'}", *SHARED]
+    arguments = ["-m", "framework", "train", str(recipe), f"training.output_dir={tmp_path / 'run'}", *SHARED]
     agents = [
         subprocess.Popen(
-            [*agent, "--node-rank", str(host), *meet, *words],
+            [*agent, "--node-rank", str(host), *meet, *arguments],
             env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for host in range(HOSTS)
@@ -76,10 +76,10 @@ def test_two_hosts_of_a_step_of_slurm(recipe, alone, tmp_path) -> None:
         **{"SLURM_STEP_NODELIST": "node[01-02]", "SLURM_STEP_TASKS_PER_NODE": f"{ON_EACH}(x{HOSTS})"},
         **{"MASTER_PORT": free_port(), "PATH": f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}"},
     }
-    words = ["train", str(recipe), f"training.output_dir={tmp_path / 'run'}", *SHARED]
+    arguments = ["train", str(recipe), f"training.output_dir={tmp_path / 'run'}", *SHARED]
     tasks = [
         subprocess.Popen(
-            [sys.executable, "-m", "framework", *words],
+            [sys.executable, "-m", "framework", *arguments],
             env=environment(**step, SLURM_PROCID=str(task), SLURM_LOCALID=str(task % ON_EACH)),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )

@@ -9,9 +9,9 @@ import pytest
 from framework.run.record.revision import describe_revision
 
 
-def git(*words: str) -> str:
+def git(*arguments: str) -> str:
     name = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-    return subprocess.run(["git", *name, *words], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(["git", *name, *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture

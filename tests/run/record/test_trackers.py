@@ -38,18 +38,18 @@ class Told:
 def package(monkeypatch, request):
     """The stand-in of one package."""
     PartialState()
-    told = Told()
+    calls = Told()
     module = types.ModuleType(request.param)
     module.__spec__ = importlib.machinery.ModuleSpec(request.param, None)
     module.__version__ = "9.9.9"
-    module.__getattr__ = lambda name: getattr(told, name)  # type: ignore[method-assign]
-    module.config = told
+    module.__getattr__ = lambda name: getattr(calls, name)  # type: ignore[method-assign]
+    module.config = calls
     module.utils = types.SimpleNamespace(
         validation=types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
     )
     module.search_experiments = lambda **_: []
     monkeypatch.setitem(sys.modules, request.param, module)
-    return request.param, told
+    return request.param, calls
 
 
 STARTS = {
@@ -67,20 +67,20 @@ def config(name, **training):
 
 @pytest.mark.parametrize("package", STARTS, indirect=True)
 def test_a_tracker_gets_project_name_config_and_figures(package, tmp_path):
-    name, told = package
+    name, calls = package
     started, expected = STARTS[name]
     trackers = Trackers(config(name, learning_rate=0.25), RunFolder(tmp_path), pytest.fail)
-    (_, values), *_ = told.named(started)
+    (_, values), *_ = calls.named(started)
     assert expected.items() <= values.items()
     if name == "comet_ml":
-        assert told.named("set_name") == [(("R",), {})]
+        assert calls.named("set_name") == [(("R",), {})]
     if name == "mlflow":
-        assert told.named("create_experiment")[0][1]["name"] == "P"
-    stored = str(told.calls)
+        assert calls.named("create_experiment")[0][1]["name"] == "P"
+    stored = str(calls.calls)
     assert "'training.learning_rate': 0.25" in stored
     trackers.log({"loss": 1.5, "grad_norm": None}, 3)
     called = {"mlflow": "log_metrics", "comet_ml": "log_metric"}.get(name, "log")
-    (args, values), *_ = told.named(called)
+    (args, values), *_ = calls.named(called)
     assert "1.5" in str(args)
     assert "grad_norm" not in str(args)
     assert values.get("step", 3) == 3
@@ -99,13 +99,13 @@ def test_one_that_does_not_start_is_an_error_before_the_first_step(package, tmp_
 
 @pytest.mark.parametrize("package", ["wandb"], indirect=True)
 def test_one_that_fails_later_is_left_out_and_reported(package, tmp_path, monkeypatch):
-    _, told = package
-    said = []
-    trackers = Trackers(config("wandb"), RunFolder(tmp_path), said.append)
-    monkeypatch.setattr(told, "log", lambda *_, **__: 1 / 0, raising=False)
+    _, calls = package
+    messages = []
+    trackers = Trackers(config("wandb"), RunFolder(tmp_path), messages.append)
+    monkeypatch.setattr(calls, "log", lambda *_, **__: 1 / 0, raising=False)
     trackers.log({"loss": 1.0}, 1)
     trackers.log({"loss": 1.0}, 2)
-    assert said == ["warning   wandb is dropped from step 1 on: ZeroDivisionError: division by zero"]
+    assert messages == ["warning   wandb is dropped from step 1 on: ZeroDivisionError: division by zero"]
 
 
 def test_tensorboard_writes_into_the_run_folder_alone(tmp_path, monkeypatch):

@@ -49,18 +49,18 @@ def run(tmp_path, capsys):
 
 
 def test_the_default_moves_nearly_every_element_and_every_norm(run):
-    share, norms, looks, said = run()
+    share, norms, looks, output = run()
     assert share > 0.95
     assert norms > 0.95
     assert looks == 1
-    assert "trained elements" not in said
+    assert "trained elements" not in output
 
 
 def test_small_updates_of_plain_bfloat16_round_away_and_it_is_reported(run):
-    share, norms, _, said = run(PURE, learning_rate=6e-6, mixed_precision_dtype="none", optimizer="adamw_torch_fused")
+    share, norms, _, output = run(PURE, learning_rate=6e-6, mixed_precision_dtype="none", optimizer="adamw_torch_fused")
     assert share < 0.1
     assert norms == 0
-    assert "trained elements and 0.0% of norms and biases changed in the last 50 steps; updates round away" in said
+    assert "trained elements and 0.0% of norms and biases changed in the last 50 steps; updates round away" in output
 
 
 def test_norm_weights_stand_still_at_every_rate_that_is_warned_about():
@@ -70,10 +70,12 @@ def test_norm_weights_stand_still_at_every_rate_that_is_warned_about():
 
 
 def test_stochastic_rounding_moves_them(run):
-    share, norms, _, said = run(PURE, learning_rate=1e-4, mixed_precision_dtype="none", optimizer="anyprecision_adamw")
+    share, norms, _, output = run(
+        PURE, learning_rate=1e-4, mixed_precision_dtype="none", optimizer="anyprecision_adamw"
+    )
     assert share > 0.5
     assert norms > 0
-    assert "trained elements" not in said
+    assert "trained elements" not in output
 
 
 def test_a_share_is_of_elements_not_of_tensors():

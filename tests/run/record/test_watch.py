@@ -25,23 +25,23 @@ def watch(monkeypatch):
     """`watch(floors, headroom)`: (step, growth) of each time that it is told while these floors are seen."""
 
     def see(floors, headroom=10 * GIB):
-        seen, told = iter(floors), []
+        seen, messages = iter(floors), []
         monkeypatch.setattr(out_of_memory, "held_bytes", lambda place: next(seen))
         monkeypatch.setattr(out_of_memory, "headroom_bytes", lambda meter: headroom)
         watcher = Watch(Meter(real_place(torch.device("cpu"))))
         for step in range(1, len(floors) + 1):
             watcher.begin(step, [64])
             if (growth := watcher.end()) is not None:
-                told.append((step, growth))
-        return told
+                messages.append((step, growth))
+        return messages
 
     return see
 
 
 def test_a_leak_is_reported_within_20_steps_with_its_rate_and_the_step_of_death(watch):
-    told = watch([GIB + 40 * MIB * step for step in range(60)], headroom=40 * MIB * 100 + 5)
-    assert told == [(15, Growth(40 * MIB, 15, 115))]
-    assert str(told[0][1]).startswith(
+    warnings = watch([GIB + 40 * MIB * step for step in range(60)], headroom=40 * MIB * 100 + 5)
+    assert warnings == [(15, Growth(40 * MIB, 15, 115))]
+    assert str(warnings[0][1]).startswith(
         "memory that stays allocated grows by 40.0 MiB per step: at this rate it is full at step"
     )
 
@@ -56,8 +56,8 @@ def test_a_leak_is_reported_beneath_lengths_that_vary(watch, leak, noise):
 
 
 def test_a_leak_that_begins_late_is_reported_within_20_steps(watch):
-    told = watch([GIB] * 100 + [GIB + 40 * MIB * step for step in range(40)])
-    assert 100 < told[0][0] <= 100 + STEPS
+    warnings = watch([GIB] * 100 + [GIB + 40 * MIB * step for step in range(40)])
+    assert 100 < warnings[0][0] <= 100 + STEPS
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_a_leak_in_stairs_is_reported_at_the_third(watch, every, noise):
     """3 GiB more every so many steps, such as after each evaluation: told once, within two steps of the third rise."""
     drawn = random.Random(every)
     floors = [GIB + step // every * 3 * GIB + drawn.randrange(noise * MIB) for step in range(5 * every)]
-    told = watch(floors, headroom=100 * GIB)
-    assert len(told) == 1
-    step, growth = told[0]
+    warnings = watch(floors, headroom=100 * GIB)
+    assert len(warnings) == 1
+    step, growth = warnings[0]
     assert 3 * every < step <= 3 * every + 2
     assert growth.per_step == pytest.approx(3 * GIB / every, rel=0.1)
 
@@ -104,12 +104,12 @@ def test_it_is_reported_again_when_the_end_is_near(watch, monkeypatch):
     floors = iter([GIB + 40 * MIB * step for step in range(120)])
     monkeypatch.setattr(out_of_memory, "held_bytes", lambda place: next(floors))
     monkeypatch.setattr(out_of_memory, "headroom_bytes", headroom)
-    watcher, told = Watch(Meter(real_place(torch.device("cpu")))), []
+    watcher, messages = Watch(Meter(real_place(torch.device("cpu")))), []
     for step in range(1, 110):
         watcher.begin(step, [64])
-        told += [growth] if (growth := watcher.end()) else []
-    assert len(told) == 2
-    assert told[1].full_at - told[1].step <= 20 < told[0].full_at - told[0].step
+        messages += [growth] if (growth := watcher.end()) else []
+    assert len(messages) == 2
+    assert messages[1].full_at - messages[1].step <= 20 < messages[0].full_at - messages[0].step
 
 
 def test_the_latest_steps_count_and_not_how_it_began():

@@ -142,8 +142,8 @@ def test_a_block_that_cannot_be_captured_is_planned_as_plain_code(monkeypatch: p
     monkeypatch.setattr(compiled_blocks, "min_cut_rematerialization_partition", broken)
     found = rehearsed(compile=True)
     assert kept(found) == kept(rehearsed())
-    [said] = [line for line in found.notes if "no graph today" in line]
-    assert "planned as eager code, an upper bound" in said
+    [messages] = [line for line in found.notes if "no graph today" in line]
+    assert "planned as eager code, an upper bound" in messages
     assert choose_band(found.config, set()) is Band.COMPILED
 
 

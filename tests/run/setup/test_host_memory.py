@@ -92,8 +92,8 @@ def test_a_rank_that_holds_the_whole_model_is_reported(
         )
     )
     assert [rank.code for rank in both] == [0, 0], both
-    said = re.findall(r"host memory of the first rank grew by \S+ MiB, of others by (\S+) MiB at most", both[0].err)
-    parts, whole = map(float, said)
+    message = re.findall(r"host memory of the first rank grew by \S+ MiB, of others by (\S+) MiB at most", both[0].err)
+    parts, whole = map(float, message)
     assert f"the model is {MODEL}" in both[0].err
     assert MODEL / 2 < parts < 0.8 * MODEL
     assert whole > 0.95 * MODEL

@@ -83,10 +83,10 @@ def test_a_row_that_does_not_fit_alone_ends_the_run_in_its_first_minute(corpus, 
     tried.most = 0
     with pytest.raises(OutOfMemory) as raised:
         run(corpus, tmp_path / "run")
-    said = str(raised.value)
-    assert said.startswith("out of memory in backward: ")
-    assert "nothing is left to halve: the micro-batch is 1 row (the longest row, 32 tokens)" in said
-    assert "no step was made: there is nothing to save" in said
+    message = str(raised.value)
+    assert message.startswith("out of memory in backward: ")
+    assert "nothing is left to halve: the micro-batch is 1 row (the longest row, 32 tokens)" in message
+    assert "no step was made: there is nothing to save" in message
     assert not metrics(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else True
 
 

@@ -29,8 +29,8 @@ def test_trained_weights_have_the_legal_precisions_of_the_contract(pair):
         message = found["model.torch_dtype_str"].message
         assert f"model.torch_dtype_str {held}" in message
         assert f"training.mixed_precision_dtype {computed}" in message
-        for words in ("float32 with none", "float32 with bf16 or fp16", "bfloat16 with none"):
-            assert words in found["model.torch_dtype_str"].expected
+        for precision in ("float32 with none", "float32 with bf16 or fp16", "bfloat16 with none"):
+            assert precision in found["model.torch_dtype_str"].expected
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ STORED = {**LLAMA, "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    ("rate", "model", "said"),
+    ("rate", "model", "message"),
     [
         (6e-6, {"torch_dtype_str": "bfloat16"}, "most updates of bfloat16 weights"),
         (1e-4, {"torch_dtype_str": "bfloat16"}, "norm weights of 1.0 never move"),
@@ -91,10 +91,10 @@ STORED = {**LLAMA, "dtype": "bfloat16"}
         (6e-6, {"architecture": STORED}, None),
     ],
 )
-def test_pure_bfloat16_at_a_small_rate_is_warned_about(rate, model, said):
+def test_pure_bfloat16_at_a_small_rate_is_warned_about(rate, model, message):
     found = conflicts(model=model, training={"learning_rate": rate}).get("model.torch_dtype_str")
-    assert (found is not None) == (said is not None)
-    assert found is None or (found.is_warning and said in found.message and "8 bytes" in found.expected)
+    assert (found is not None) == (message is not None)
+    assert found is None or (found.is_warning and message in found.message and "8 bytes" in found.expected)
     stochastic = {"learning_rate": rate, "optimizer": "anyprecision_adamw"}
     others = conflicts(model=model, training=stochastic).get("model.torch_dtype_str")
     assert others is None or "learning rate" not in others.message

@@ -128,7 +128,7 @@ def test_one_row_cannot_shrink():
     assert "there is nothing to halve" in found.message
 
 
-@pytest.mark.parametrize(("rate", "told"), [(0, ["training.learning_rate"]), (1e-9, [])])
-def test_a_rate_of_0_is_reported(rate, told):
+@pytest.mark.parametrize(("rate", "message"), [(0, ["training.learning_rate"]), (1e-9, [])])
+def test_a_rate_of_0_is_reported(rate, message):
     found = conflicts(warnings=True, training={"learning_rate": rate})
-    assert [each.keys[0] for each in found if "no weight will change" in each.message] == told
+    assert [each.keys[0] for each in found if "no weight will change" in each.message] == message

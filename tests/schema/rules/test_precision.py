@@ -73,9 +73,9 @@ def test_every_family_says_who_has_seen_it():
 def test_unset_precision_keeps_out_of_float16_where_the_family_overflows(write, kind, card, peft, expected):
     config = resolved(write, kind, f"gpu={card}", *ADAPTED[peft])
     assert precision(config) == expected
-    said = describe_float16(config, {"model_type": kind})
-    assert bool(said) is (expected[0] == "float32" and expected[1] == "none")
-    assert all(f"{kind} is known to overflow" in line for line in said)
+    assumptions = describe_float16(config, {"model_type": kind})
+    assert bool(assumptions) is (expected[0] == "float32" and expected[1] == "none")
+    assert all(f"{kind} is known to overflow" in line for line in assumptions)
     assert not find_derived_conflicts(config)
 
 

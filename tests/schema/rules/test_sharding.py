@@ -119,8 +119,8 @@ def test_float16_is_no_default_where_a_rule_refuses_it(count, sections):
     derived = resolve(asked)
     assert derived.training.mixed_precision_dtype == "none"
     assert not find_derived_conflicts(derived)
-    (said,) = describe_float16(derived, {})
-    assert said.startswith("computed in float32 without autocast, which is slower")
+    (assumptions,) = describe_float16(derived, {})
+    assert assumptions.startswith("computed in float32 without autocast, which is slower")
     training = {**sections.get("training", {}), "mixed_precision_dtype": "fp16"}
     written = TrainingConfig.model_validate({"gpu": gpu, **sections, "training": training})
     (found,) = find_derived_conflicts(resolve(written))

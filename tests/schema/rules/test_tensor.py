@@ -74,5 +74,5 @@ def test_what_parts_of_matrices_cannot_do_is_refused_by_both_keys(keys: tuple[st
 def test_the_batch_counts_groups() -> None:
     training = {"global_batch_size": 16, "per_device_train_batch_size": 2}
     made = config(8, 4, training=training)
-    said = "accumulation 4 = 16 global / (2 per group x 2 groups of 4 devices that share each matrix)"
-    assert str(made.batch) == said
+    message = "accumulation 4 = 16 global / (2 per group x 2 groups of 4 devices that share each matrix)"
+    assert str(made.batch) == message
