@@ -1,14 +1,14 @@
-"""Sharded training against what a user would pick instead, and against one card: tokens/s, memory, loss.
+"""Sharded training compared with the usual alternatives and with one card: tokens/s, memory, loss.
 
     PYTHONPATH=. python -m torch.distributed.run --nproc-per-node 4 benchmarks/against_fsdp.py OUT.jsonl [ROW ...]
     PYTHONPATH=. python benchmarks/against_fsdp.py summary OUT.jsonl benchmarks/results/against_fsdp_h200.json
 
-A line a row, from the first rank. Rows: `ours-8b`, `ours-8b-fastest`, `hand-8b` and `accelerate-8b`, of the first three
-also `-compiled`; the same of the 3B for cards that the 8B does not fit; `alone-1b` (the first card, the others wait),
-`ours-1b-weak`, `ours-1b-weak-ddp`.
-Without names all run, those of the 3B if `ours-8b` or `hand-8b` ran out of memory. A row may be named twice.
-`accelerate-8b-gc` runs when it is named: checkpoints by the Trainer's own option, which it advises against.
---micro N: rows a card of the 8B and the 3B, in place of 1. --tiny: on the CPU, of small shapes, to see that all runs.
+The first rank writes one line per row. Rows: `ours-8b`, `ours-8b-fastest`, `hand-8b` and `accelerate-8b`, the first
+three also with `-compiled`; the same with the 3B for cards that are too small for the 8B; `alone-1b` (on the first
+card, while the others wait), `ours-1b-weak`, `ours-1b-weak-ddp`.
+Without names all rows run, those of the 3B only if `ours-8b` or `hand-8b` ran out of memory. A row may be named twice.
+`accelerate-8b-gc` runs only if named: it checkpoints with the Trainer's own option, which the Trainer advises against.
+--micro N: rows per card for the 8B and the 3B instead of 1. --tiny: small shapes on the CPU, to test the script.
 """
 
 import argparse
@@ -78,13 +78,13 @@ TINY = [f"model.architecture.{key}" for key in ("hidden_size=64", "intermediate_
 TINY += [f"model.architecture.{key}" for key in ("num_attention_heads=4", "num_key_value_heads=2", "vocab_size=1000")]
 OUT_OF_MEMORY = "out of memory"
 PATIENCE = timedelta(seconds=90)
-"""How long ranks wait for each other between rows: longer than one card takes for a row of its own."""
+"""Timeout of ranks between rows: longer than one card takes for a row that only it runs."""
 BOUNDS = {"ours over hand": 0.9, "ours over accelerate": 1.3, "weak scaling": 0.9}
 
 
 @dataclass
 class Clock:
-    """When each step ended, once the card had done it, and the peak of memory since the first began."""
+    """End of each step on the card, and peak memory since the start of the first."""
 
     device: torch.device
     ends: list[float] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Clock:
         self.ends.append(time.perf_counter())
 
     def figures(self, tokens: int) -> dict[str, Any]:
-        """Of steps of that many tokens on this card."""
+        """Tokens/s of steps with that many tokens on this card."""
         seconds = [end - start for start, end in zip(self.ends[WARM - 1 :], self.ends[WARM:], strict=False)]
         step = statistics.median(seconds)
         found: dict[str, Any] = {"tokens_per_second_per_gpu": round(tokens / step, 1), "step_seconds": round(step, 5)}
@@ -113,7 +113,7 @@ class Clock:
 
 
 def by_us(config: Any, data: torch.Tensor, device: torch.device, clock: Clock, ranks: Ranks) -> float:
-    """The product's own step. Arguments and result as in `rivals_fsdp`."""
+    """Tunesmith's step. Arguments and result as in `rivals_fsdp`."""
     torch.manual_seed(config.training.seed)
     config, architecture = settle(config)
     assembly = assemble(config, architecture, real_place(device), 1000, ranks)
@@ -126,7 +126,7 @@ def by_us(config: Any, data: torch.Tensor, device: torch.device, clock: Clock, r
 
 
 def measure(row: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str, Any]:
-    """Train as the row says. Ranks that it does not need return at once."""
+    """Train one row. Ranks that it does not need return at once."""
     from benchmarks.rivals_fsdp import by_hand, by_trainer
 
     if row["who"] == "alone":
@@ -149,9 +149,9 @@ def measure(row: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str
 
 
 def attempt(row: dict[str, Any], device: torch.device, ranks: Ranks, meeting: dist.Store) -> dict[str, Any]:
-    """`measure`, or the reason why a rank could not; `fatal` if another is still in the middle of a step.
+    """The result of `measure`, or the reason why a rank failed; `fatal` if another is still inside a step.
 
-    They meet in a store of their own, since a collective would wait behind that step.
+    The ranks exchange this through a separate store, since a collective would wait behind that step.
     """
     document, problem = {}, None
     try:
@@ -176,7 +176,7 @@ def attempt(row: dict[str, Any], device: torch.device, ranks: Ranks, meeting: di
 
 
 def chosen(names: list[str], tiny: bool, micro: int | None) -> list[dict[str, Any]]:
-    """The rows of these names, in that order; every row but the Trainer's own checkpoints without names."""
+    """The rows with these names, in that order; without names every row except `accelerate-8b-gc`."""
     known = {row["name"]: row for row in ROWS}
     unknown = sorted(set(names) - set(known))
     if unknown:
@@ -191,7 +191,7 @@ def chosen(names: list[str], tiny: bool, micro: int | None) -> list[dict[str, An
 
 
 def machine(device: torch.device, world: int) -> dict[str, Any]:
-    """What a row was measured on."""
+    """Machine and versions of a measured row."""
     names = ("torch", "transformers", "accelerate")
     card, driver = platform.machine(), None
     if device.type == "cuda":
@@ -234,7 +234,7 @@ def run(out: Path, names: list[str], tiny: bool, micro: int | None) -> None:
 
 
 def summary(measured: Path, out: Path) -> None:
-    """Medians over the runs of each row, and the ratios that were promised with their bounds."""
+    """Medians over the runs of each row, and the promised ratios with their bounds."""
     lines = [json.loads(line) for line in measured.read_text().splitlines()]
     first = lines[0]
     for key in ("card", "driver", "packages"):
@@ -267,7 +267,7 @@ def summary(measured: Path, out: Path) -> None:
 
 
 def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What was promised of the rows that there are: the ratio of tokens/s a card, the bound, whether it holds."""
+    """Promised ratios of the measured rows: tokens/s per card, the bound, whether it holds."""
     pairs = {}
     for size in ("8b", "3b"):
         pairs[f"ours-{size}-compiled", f"hand-{size}-compiled"] = "ours over hand"

@@ -1,13 +1,13 @@
-"""How long a save stops training, before the next step and next to it (`training.async_save`).
+"""Time for which a save stops training, synchronous and asynchronous (`training.async_save`).
 
 python benchmarks/async_save.py OUT.json [--steps 6] [--saves 3] [--small | --card]
 
-A Llama of about 100M parameters in float32 with AdamW (a checkpoint of 1.2 GB) on the CPU, saved `--saves` times with
-`--steps` steps between two saves, both ways in turn, through the functions that a run calls. Told of each save: the
-seconds from the end of a step to the begin of the next ("stopped"), of which those of the wait for the writer of the
-save before; how long the writing took; and, since a writer takes cores and memory from the steps next to it, the median
-of all steps between two saves. `--small` is a rehearsal of this script; `--card` takes a model of 1.2B parameters (a
-checkpoint of 15 GB) on the card that is here: `python benchmarks/async_save.py OUT.json --card --steps 30`.
+A Llama of about 100M parameters in float32 with AdamW (a checkpoint of 1.2 GB) on the CPU is saved `--saves` times with
+`--steps` steps between two saves, both ways in turn, through the functions that a run calls. Reported for each save:
+the seconds from the end of a step to the start of the next ("stopped"), and how many of them were spent waiting for the
+writer of the previous save; the duration of the write; and, since a writer takes cores and memory from concurrent
+steps, the median of all steps between two saves. `--small` tests the script; `--card` uses a model of 1.2B parameters
+(a checkpoint of 15 GB) on this machine's card: `python benchmarks/async_save.py OUT.json --card --steps 30`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SIZES = {"small": (SMALL, 2, 128), "large": (LARGE, 2, 128), "card": (CARD, 8, 1
 """Shape of the model, rows, tokens of a row."""
 
 
-def config_of(size: str, beside: bool) -> TrainingConfig:
+def config_of(size: str, is_async: bool) -> TrainingConfig:
     """The run whose saves are measured."""
     shape, rows, tokens = SIZES[size]
     model = {"model_type": "llama", "vocab_size": 16_000, "tie_word_embeddings": False, **shape}
@@ -57,7 +57,7 @@ def config_of(size: str, beside: bool) -> TrainingConfig:
                     "per_device_train_batch_size": rows,
                     "max_steps": 1000,
                     "save_steps": 10,
-                    "async_save": beside,
+                    "async_save": is_async,
                 },
                 "model": {"architecture": model, "load_pretrained_weights": False, "model_max_length": tokens},
                 "gpu": gpu,
@@ -76,12 +76,12 @@ def step(assembly: Assembly, number: int) -> float:
 
 
 def write(folder: Path, contents: Contents) -> None:
-    """As a run of one device does."""
+    """Save as a run on one device does."""
     save_checkpoint(folder, contents, 1)
 
 
 def measured(config: TrainingConfig, steps: int, saves: int, folder: Path) -> dict[str, Any]:
-    """Stops, writing and steps of `saves` saves, after one that is not counted (it makes the copies' memory)."""
+    """Stops, write times and step times of `saves` saves, after one that is not counted (it allocates the copies)."""
     torch.manual_seed(0)
     device = "cpu" if config.gpu.name == "cpu" else "cuda"
     assembly = assemble(config, read_architecture(config), real_place(torch.device(device)), 1000)
@@ -121,10 +121,10 @@ def main() -> None:
     asked = parser.parse_args()
     rows: dict[str, list[dict[str, Any]]] = {"before the next step": [], "during training": []}
     for _ in range(2):
-        for name, beside in (("before the next step", False), ("during training", True)):
+        for name, is_async in (("before the next step", False), ("during training", True)):
             folder = Path(tempfile.mkdtemp(dir="."))
             try:
-                rows[name].append(measured(config_of(asked.size, beside), asked.steps, asked.saves, folder))
+                rows[name].append(measured(config_of(asked.size, is_async), asked.steps, asked.saves, folder))
             finally:
                 shutil.rmtree(folder)
             print(name, rows[name][-1], flush=True)

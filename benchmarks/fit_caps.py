@@ -1,12 +1,12 @@
-"""`fit` under caps of memory: its proposals, and what its space holds next to them, run on a card.
+"""`fit` under memory caps: its proposals, and alternatives from its search space, run on a card.
 
-    python benchmarks/fit_caps.py propose CARD asked.jsonl [SHAPE/CAP_GB ...]     any machine; plans alone
+    python benchmarks/fit_caps.py propose CARD asked.jsonl [SHAPE/CAP_GB ...]     any machine; only plans
     python benchmarks/levers.py measure asked.jsonl measured.jsonl                a machine with the card
     python benchmarks/fit_caps.py summary asked.jsonl measured.jsonl results/fit_caps.json
 
-The cap is `gpu.usable_bytes`, so a proposal fits when what the card had in use stays below. Rivals are the other
-settings that the search gave a time and found small enough, fastest first, one of each structure, and some of its space
-by lot. Next to them stands what a careful user writes by hand: checkpoints at every block, 4 rows, compiled or not.
+The cap is `gpu.usable_bytes`, so a proposal fits if the card's memory in use stays below. Rivals are the other settings
+that the search timed and found small enough, fastest first, one of each structure, and some drawn at random from its
+space. In addition, what a careful user writes by hand: checkpointing of every block, 4 rows, compiled or not.
 """
 
 import json
@@ -31,7 +31,7 @@ SHAPES = {
 COMMON = ["data.eval_fraction=0", "model.model_max_length=2048", "model.load_pretrained_weights=false"]
 CAPS = (8, 12, 16, 24, 40, 80)
 MARGIN_80 = 79.2e9
-"""What is usable of 80 GB where the card has more."""
+"""Usable bytes of 80 GB, for cards that have more."""
 RIVALS, BY_LOT = 5, 2
 AT_ONCE = 8
 CHECKPOINTED = ["training.enable_gradient_checkpointing=true", "training.per_device_train_batch_size=4"]
@@ -42,7 +42,7 @@ BY_HAND = {
 
 
 def propose(card: str, out: Path, chosen: list[str]) -> None:
-    """A line for each config to run; `chosen` names the cells that get rivals."""
+    """One line per config to run; `chosen` names the cells with rivals."""
     cells = [(name, cap, card, f"{name}/{cap}" in chosen) for name in SHAPES for cap in CAPS]
     with ProcessPoolExecutor(AT_ONCE) as pool, out.open("w", encoding="utf-8") as file:
         for lines in pool.map(_cell, cells):
@@ -84,7 +84,7 @@ def _cell(cell: tuple[str, int, str, bool]) -> list[dict[str, Any]]:
 
 
 def _rivals(searches: list[Search], proposal: TrainingConfig) -> list[TrainingConfig]:
-    """The fastest by their figures, one of each structure, then some of the space that are likely to fit, by lot."""
+    """The fastest by their estimates, one of each structure, then a random sample of likely fits."""
     ranked: list[tuple[float, Search, Candidate]] = []
     for search in searches:
         points = [(seconds, item) for item, upper, seconds in search.points() if upper <= search.space.usable]
@@ -106,9 +106,9 @@ def _rivals(searches: list[Search], proposal: TrainingConfig) -> list[TrainingCo
 
 
 def summary(asked: Path, measured: Path, out: Path) -> None:
-    """Each cell: what was proposed, planned and measured, and the best of what was measured within the cap.
+    """For each cell the proposal, planned and measured, and the best measured setting within the cap.
 
-    A line of `measured` may say in which `call` it was; figures are compared within one.
+    A line of `measured` may name the `call` that measured it; figures are compared within one call.
     """
     lines = [json.loads(line) for line in asked.read_text().splitlines()]
     calls: dict[str, dict[str, Any]] = {}
@@ -126,7 +126,7 @@ def summary(asked: Path, measured: Path, out: Path) -> None:
 
 
 def _compared(line: dict[str, Any], proposals: dict[str, Any], calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A cell in the call that measured most next to its proposal."""
+    """A cell in the call that measured most rows in addition to its proposal."""
     cell, usable = line["name"].removesuffix("/proposal"), line["config"]["gpu"]["usable_bytes"]
     facts = {key: value for key, value in line.items() if key not in ("name", "config")}
     document: dict[str, Any] = {"cell": cell, "usable_bytes": usable, **facts}
@@ -147,8 +147,8 @@ def _compared(line: dict[str, Any], proposals: dict[str, Any], calls: dict[str, 
 
 
 def _rivals_of(line: dict[str, Any], proposals: dict[str, Any], rows: dict[str, Any]) -> list[float]:
-    """Tokens/s of what was measured within the cap: the cell's rivals, and what smaller caps of the shape were given
-    that learns the same."""
+    """Tokens/s of settings measured within the cap: the cell's rivals, and proposals for smaller caps of the shape with
+    the same training result."""
     shape, cap, _ = line["name"].split("/")
     usable = line["config"]["gpu"]["usable_bytes"]
     found = []
@@ -166,11 +166,11 @@ def _learns(line: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    verb, *words = sys.argv[1:]
-    if verb == "propose":
-        propose(words[0], Path(words[1]), words[2:])
+    command, *arguments = sys.argv[1:]
+    if command == "propose":
+        propose(arguments[0], Path(arguments[1]), arguments[2:])
     else:
-        summary(*map(Path, words))
+        summary(*map(Path, arguments))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How long `fit` takes: from nothing, then for other limits of the same model and card, whose plans it partly has.
+"""Duration of `fit`: with an empty cache, then for other limits of the same model and card, with some plans cached.
 
     python benchmarks/fit_time.py OUT.json          (any machine, two to three minutes of two free cores)
 
-LoRA of Qwen3 8B for an H100, then with 40 and 24 GB of it usable, each in a process of its own with a cache that was
-empty before the first. `candidates` are those of the search, `computed` those with bytes and seconds of their own.
+LoRA of Qwen3 8B for an H100, then with 40 and 24 GB of it usable, each in a fresh process; the cache is empty before
+the first. `candidates` counts those of the search, `computed` those with their own bytes and seconds.
 """
 
 import json

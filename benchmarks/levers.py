@@ -1,15 +1,15 @@
-"""What each setting of the levers table saves and costs: predicted here, measured on a card, set side by side.
+"""Savings and costs of each setting of the levers table: predicted here, measured on a card, compared.
 
-python benchmarks/levers.py rows                                          the rows, and what has none and why
+python benchmarks/levers.py rows                                          the rows, and settings without one and why
 python benchmarks/levers.py predict predicted.jsonl                       any machine; needs the packages, not the card
 python benchmarks/levers.py measure predicted.jsonl measured.jsonl        a machine with the card
 python benchmarks/levers.py summary predicted.jsonl measured.jsonl results/levers_h200.json
 
---only WORD: rows whose name has one of the words. --skip-done: not what the output has already. --gpus N: over N cards.
---steps N: of each row, 7 unless told; the median of those after the second is kept, so 3 at least.
-Every row is one setting over a shape of docs/evidence/speed.md: m1 is a full fine-tune of the 1B in pure bfloat16 (4 x
-2048 tokens), m2 a LoRA of the 8B (1 x 2048). It is compared with the row of its lever's first setting, measured in the
-same call.
+--only WORD: rows whose name contains one of the words. --skip-done: only rows missing in the output. --gpus N: on N
+cards. --steps N: steps per row, 7 by default; the median of those after the second is kept, so at least 3.
+Every row is one setting applied to a shape of docs/evidence/speed.md: m1 is a full fine-tune of the 1B in pure bfloat16
+(4 x 2048 tokens), m2 a LoRA of the 8B (1 x 2048). It is compared with the row of its lever's first setting, measured in
+the same call.
 """
 
 import argparse
@@ -61,9 +61,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 M2_TOO = ("checkpointing", "activation_", "training.compile", "chunked_loss", "liger", "frozen_base")
-"""Parts of the keys outside `peft.` that are measured over both shapes."""
+"""Parts of the keys outside `peft.` that are measured on both shapes."""
 ONCE = ("peft.peft_method", "peft.lora_modules_to_save")
-"""Keys of adapters that are measured over the 1B alone."""
+"""Keys of adapters that are measured only on the 1B."""
 SHARDED = [lever.key for lever in LEVERS if lever.key.startswith("fsdp.")]
 WITHOUT_ROW = {
     "training.per_device_eval_batch_size": "moves evaluation alone, not the step",
@@ -97,13 +97,13 @@ WITH: dict[str, dict[str, Any]] = {
     "model.attn_implementation": SHORT,
     "model.sdpa_backend": SHORT,
 }
-"""What every setting of a key is measured with. Float32 activations, and scores of 2048 tokens in all heads, would not
-fit the card; casts to fp8 that are not compiled cost more than is saved."""
+"""Overrides with which every setting of a key is measured. Float32 activations, and attention scores of 2048 tokens in
+all heads, would not fit the card; casts to fp8 that are not compiled cost more than they save."""
 
 
 @dataclass
 class Row:
-    """One config to measure. `settings` are those that it stands for, each with the row it is compared with."""
+    """One config to measure. `settings` are those that it represents, each with the row it is compared with."""
 
     name: str
     config: TrainingConfig
@@ -112,13 +112,13 @@ class Row:
 
 @dataclass
 class Rows:
-    """All rows by their config, so that none is measured twice, and why some settings have none."""
+    """All rows by their config, so that none is measured twice, and reasons why some settings have none."""
 
     found: dict[str, Row] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
     def add(self, shape: str, lever: Lever, setting: Setting) -> Row | None:
-        """The row of a setting over a shape; None, with the reason noted, when it can have none."""
+        """The row of a setting on a shape; None, with the reason noted, if there can be none."""
         setting_name = f"{lever.key}={_word(setting.value)}"
         name = f"{shape}/{setting_name.partition('.')[2]}"
         reason = WITHOUT_ROW.get(setting_name) or WITHOUT_ROW.get(f"{shape}/{setting_name}")
@@ -136,7 +136,7 @@ class Rows:
 
 
 def rows() -> Rows:
-    """Every setting of the table over the shapes it belongs to."""
+    """Every setting of the table, on the shapes it applies to."""
     made = Rows()
     for shape in SHAPES:
         base = compose(shape, {})
@@ -155,7 +155,8 @@ def rows() -> Rows:
 
 
 def _shapes(lever: Lever) -> Iterator[str]:
-    """Adapters over the 8B, what changes activations or products over both, everything else over the 1B."""
+    """Shapes of a key: adapters on the 8B, keys that change activations or matrix products on both, all others on the
+    1B."""
     if lever.key.startswith("peft.") and lever.key not in ONCE:
         yield "m2"
         return
@@ -188,7 +189,7 @@ def _word(value: Any) -> str:
 
 
 def predict(out: Path, only: list[str], skip_done: bool) -> None:
-    """One line a row, written before anything is measured. A row that is done has a plan, of the same config."""
+    """Write one line per row before anything is measured. A finished row has a plan for the same config."""
     chosen = [row for row in rows().found.values() if not only or any(word in row.name for word in only)]
     lines = out.read_text().splitlines() if skip_done and out.exists() else []
     done = {json.dumps(row["config"]) for row in map(json.loads, lines) if "error" not in row["plan"]}
@@ -214,7 +215,8 @@ def _plan(config: TrainingConfig) -> dict[str, Any]:
 def measure(
     predicted: Path, out: Path, only: list[str], skip_done: bool, shard: tuple[int, int], steps: int = STEPS
 ) -> None:
-    """Each row in a process forked before CUDA starts, so that imports are paid once. Lines are added as they come."""
+    """Measure each row in a process forked before CUDA starts, so that imports are paid once. Lines are added as they
+    come."""
     # Inductor and bitsandbytes start CUDA as they are imported, and so does torchao, which transformers imports.
     context = multiprocessing.get_context("spawn" if is_installed("torchao") else "forkserver")
     context.set_forkserver_preload(["transformers.models.llama.modeling_llama"])
@@ -241,7 +243,7 @@ def measure(
 
 
 def _measured(config: dict[str, Any], send: Any, steps: int) -> None:
-    """The product's own measurement, and what torch's counters of the device do not see: bytes in host memory."""
+    """Tunesmith's own measurement, and host memory that torch's device counters do not include."""
     import psutil
     import torch
 
@@ -285,7 +287,7 @@ def _packages() -> dict[str, str]:
 
 
 def _lines(path: Path) -> dict[str, Any]:
-    """What was measured by the row's name; a later success takes the place of a failure, never the other way."""
+    """Measurements by the row's name; a later success replaces a failure, never the reverse."""
     found: dict[str, Any] = {}
     for line in map(json.loads, path.read_text().splitlines()):
         if "error" not in line["measured"] or line["name"] not in found:
@@ -294,9 +296,10 @@ def _lines(path: Path) -> dict[str, Any]:
 
 
 def summary(predicted: Path, measured: Path, out: Path) -> None:
-    """Every setting with what it saves and costs against its base, predicted next to measured; and what has no row.
+    """Every setting with its savings and costs against its baseline, predicted and measured, and settings without a
+    row.
 
-    Rows that OUT has already and that were not measured again stay.
+    Rows in OUT that were not measured again stay.
     """
     before = json.loads(out.read_text()) if out.exists() else {"settings": [], "figures": [], "not_measured": {}}
     plans = {row["name"]: row for row in map(json.loads, predicted.read_text().splitlines())}
@@ -348,7 +351,7 @@ def summary(predicted: Path, measured: Path, out: Path) -> None:
 
 
 def _merged(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Settings of both; the later one where it was measured next to what it is compared with."""
+    """Settings of both; the later one if it was measured together with its baseline."""
     found = {(row["key"], row["value"], row["row"]): row for row in before}
     for row in now:
         place = (row["key"], row["value"], row["row"])
@@ -364,7 +367,7 @@ def _names() -> list[str]:
 def _compared(
     base: tuple[dict[str, Any], dict[str, Any]], row: tuple[dict[str, Any], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Bytes saved and time cost; figures of time are of tokens, since some settings change how many a step has."""
+    """Bytes saved and time cost; times are per token, since some settings change the number of tokens per step."""
     plans, truths = (base[0], row[0]), (base[1], row[1])
     return {
         "saved_bytes": truths[0]["allocated_bytes"] - truths[1]["allocated_bytes"],
@@ -378,7 +381,8 @@ def _compared(
 
 
 def _sides(plan: dict[str, Any], truth: dict[str, Any]) -> dict[str, Any]:
-    """Both sides of one row. `host_bytes` predicted is the plan's; measured are three counters."""
+    """Planned and measured figures of one row. `host_bytes` predicted is the plan's; the measured ones are three
+    counters."""
     peak = plan["step_peak"]
     figures: dict[str, Any] = {}
     for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
@@ -395,7 +399,7 @@ def _sides(plan: dict[str, Any], truth: dict[str, Any]) -> dict[str, Any]:
 
 
 def _over_cards(arguments: argparse.Namespace) -> None:
-    """The same command once a card, each with every n-th row."""
+    """Run the same command once per card, each with every n-th row."""
     if os.path.exists(arguments.files[1]) and not arguments.skip_done:
         os.remove(arguments.files[1])
     command = [sys.executable, __file__, "measure", *arguments.files, "--skip-done"]

@@ -1,4 +1,4 @@
-"""Writes docs/levers.md from the levers table and what was measured (results/levers_h200.json, where it is there).
+"""Writer of docs/levers.md, from the levers table and its measurements (results/levers_h200.json, if present).
 
 python benchmarks/levers_page.py
 """
@@ -18,7 +18,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Claim:
-    """What a seed says in numbers or as a rule, what was found, and the measured rows that show it."""
+    """Claims of the source notes in numbers or as a rule, the finding, and the measured rows that show it."""
 
     said: str
     seed: str
@@ -30,7 +30,7 @@ CLAIMS = (
     Claim(
         "Checkpointing costs 20-25 % of throughput",
         "001",
-        "Corrected: 16-18 % in full fine-tuning of the 1B, 30-42 % with LoRA of the 8B: a cheaper backward beside "
+        "Corrected: 16-18 % in full fine-tuning of the 1B, 30-42 % with LoRA of the 8B: a cheaper backward with "
         "the same forward (docs/evidence/speed.md, and the rows).",
         ("m1/enable_gradient_checkpointing=true", "m2/enable_gradient_checkpointing=true"),
     ),
@@ -160,7 +160,7 @@ def page() -> str:
 
 
 def _by_row(results: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """What was measured, by the row's name; every row's figures, and comparisons by key and value."""
+    """Measurements by the row's name: every row's figures, and comparisons by key and value."""
     if results is None:
         return {}
     return {row["row"]: row for row in results["figures"]} | {
@@ -198,8 +198,8 @@ def _section(lever: Lever, by_row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _needs(setting: Setting) -> str:
-    beside = [f"`{key}={word(value)}`" for key, value in setting.requires.items()]
-    return ", ".join([*(part for part in (setting.hardware, setting.package) if part), *beside]) or "-"
+    required = [f"`{key}={word(value)}`" for key, value in setting.requires.items()]
+    return ", ".join([*(part for part in (setting.hardware, setting.package) if part), *required]) or "-"
 
 
 def _measured(lever: Lever, setting: Setting, by_row: Mapping[str, Any]) -> str:
@@ -223,7 +223,7 @@ def _difference(figures: Mapping[str, Any]) -> str:
 
 
 def _is_named_for_its_row(item: Mapping[str, Any]) -> bool:
-    """A row may serve settings of several keys; a claim means the one that the row is called for."""
+    """A row may measure settings of several keys; a claim refers to the one that the row is named after."""
     return bool(item["row"].partition("/")[2] == f"{item['key'].rpartition('.')[2]}={item['value']}")
 
 

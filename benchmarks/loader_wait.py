@@ -1,15 +1,15 @@
-"""How long a step on the card waits for its batch, on the 1B shape, with the loader and the step that `train` uses.
+"""Time that a step on the card waits for its batch, for the 1B shape, with the loader and the step that `train` uses.
 
 python benchmarks/loader_wait.py OUT.jsonl [--steps 30] [--tiny]     (a CUDA card, about three minutes)
 
-Llama 3.2 1B with random weights, pure bfloat16, 4 packs of 2048 tokens of Python's standard library a step. Rows that
-are held are packed before; rows of a stream are read, tokenised and packed while steps are made, 16 files at a time.
-Each with batches made in the training process and in processes of their own.
+Llama 3.2 1B with random weights, pure bfloat16, 4 packs of 2048 tokens of Python's standard library per step. Rows in
+memory are packed in advance; rows of a stream are read, tokenized and packed during the steps, 16 files at a time. Each
+is measured with batches made in the training process and in worker processes.
 
-`asked_seconds` is the time of the host between asking for a step's batches and having them on the device, which may
-still be at work on the update before. `idle_seconds` is the time between the end of the update and the arrival of the
-next batches, as events on the device tell it: what the loader costs. Both are medians, with the largest next to them;
-the first steps are left out. `--tiny` rehearses on a CPU, where nothing runs next to the host: there both are the same.
+`asked_seconds` is the host time between requesting a step's batches and having them on the device, which may still be
+running the previous update. `idle_seconds` is the time between the end of the update and the arrival of the next
+batches, by events on the device: the cost of the loader. Both are medians, listed with the maximum; the first steps are
+left out. `--tiny` tests the script on a CPU, where host and device do not overlap and both are the same.
 """
 
 import argparse
@@ -37,16 +37,16 @@ from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 
 WARM = 5
-"""Steps that are not counted: the first makes the optimizer's states, and workers start."""
+"""Steps that are not counted: the first creates the optimizer's states, and workers start."""
 FILES = 16
-"""Of a block of the stream: about 8 steps, so that blocks are read and tokenised among the few that are measured."""
+"""Rows per block of the stream: about 8 steps, so that blocks are read and tokenized during the few measured steps."""
 MODES = {"held": (0, 2), "streamed": (0, 1)}
-"""Numbers of processes that are tried."""
+"""Numbers of worker processes to measure."""
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
 
 
 def config_of(tiny: bool, streaming: bool, steps: int) -> TrainingConfig:
-    """The run that is measured; `tiny` makes its model small, and nothing else."""
+    """The measured run; `tiny` only makes its model small."""
     model: dict[str, Any] = yaml.safe_load((shipped("conf") / "model" / "llama3.2_1b.yaml").read_text())["model"]
     if tiny:
         model["architecture"] |= {**TINY, "vocab_size": 4096}
@@ -62,7 +62,7 @@ def config_of(tiny: bool, streaming: bool, steps: int) -> TrainingConfig:
 
 
 def measure(assembly: Assembly, steps: Iterator[list[Batch]], count: int) -> dict[str, Any]:
-    """Seconds of `count` optimizer steps, and what of them was waiting for batches."""
+    """Seconds of `count` optimizer steps, and how many of them were spent waiting for batches."""
     device = assembly.place.device
     asked: list[float] = []
     waits: list[tuple[Any, Any]] = []
@@ -93,7 +93,7 @@ def measure(assembly: Assembly, steps: Iterator[list[Batch]], count: int) -> dic
 
 
 def _now(device: torch.device) -> Any:
-    """A moment: on a card the one when all work so far is done."""
+    """The current time: on a card, when all work so far is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -1,13 +1,13 @@
-"""Do the rows of race.py learn what float32 masters learn? Loss of each over the same text, rows, seed and rates.
+"""Loss curves of the rows of race.py compared with float32 master weights, with the same text, seed and learning rates.
 
 python benchmarks/loss_curves.py prepare ROWS.npz [--steps N]                 no card: Python's own sources as tokens
-python benchmarks/loss_curves.py run ROWS.npz OUT.json [--variants NAME ...]  a card; a process for every variant
+python benchmarks/loss_curves.py run ROWS.npz OUT.json [--variants NAME ...]  a card; one process per variant
 python benchmarks/loss_curves.py variants                                     their names
 
-The model is SmolLM2's 135M with 12 of its 30 blocks, from random weights, over 16 rows of 512 tokens a step. Adapters
-start from what the masters have learnt, so their variants wait for it. What is kept: the loss of every step, the
-held-out loss after the last, and how far that is from the reference's. `masters, other order` sees the same rows in
-another order: differences as large as its own are noise.
+The model is SmolLM2's 135M with 12 of its 30 blocks, from random weights, with 16 rows of 512 tokens per step. Adapters
+start from the trained float32 masters, so their variants wait for those. Recorded: the loss of every step, the held-out
+loss after the last, and its difference from the reference's. `masters, other order` gets the same rows in another
+order: differences as large as its own are noise.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MODEL = ["model=smollm2_135m", "model.load_pretrained_weights=false", f"model.ar
 
 @dataclass(frozen=True)
 class Variant:
-    """Options of a recipe. `against`: the variant that it should learn as much as; itself, of a reference."""
+    """Options of a recipe. `against`: the variant whose loss it should match; itself for a reference."""
 
     options: dict[str, Any]
     against: str = "masters"
@@ -66,11 +66,11 @@ VARIANTS = {
     "lora, fp8 tensorwise base": _lora(BF16 | FAST | FUSED | {"training.fp8": "tensorwise"}),
 }
 BASE = "masters"
-"""The variant whose model adapters are put on."""
+"""The variant whose model adapters are applied to."""
 
 
 def prepare(out: Path, steps: int) -> None:
-    """Shuffled rows of a BPE of 8,192 tokens over the sources of Python's library; the first are held out."""
+    """Shuffled rows of a BPE with 8,192 tokens, trained on the sources of Python's library; the first are held out."""
     from framework import load
     from framework.build.data.prepare import training_texts
     from framework.build.text.tokenizer import train_tokenizer
@@ -90,7 +90,7 @@ def prepare(out: Path, steps: int) -> None:
 
 
 def config_of(variant: Variant, base: Path | None, steps: int) -> Any:
-    """The config of a variant and its architecture. Adapters are put on the model of the folder `base`."""
+    """The config of a variant and its architecture. Adapters are applied to the model in the folder `base`."""
     from framework import load
     from framework.build.resolve_model import settle
 
@@ -112,7 +112,7 @@ def config_of(variant: Variant, base: Path | None, steps: int) -> Any:
 
 
 def learn(name: str, rows: torch.Tensor, base: Path) -> dict[str, Any]:
-    """One variant, in this process. Writes the model that adapters start from, or waits for it."""
+    """Run one variant in this process. Writes the model that adapters start from, or waits for it."""
     from framework.build.assembly import assemble
     from framework.build.data.batches import full_batch
     from framework.build.place import real_place
@@ -144,15 +144,15 @@ def learn(name: str, rows: torch.Tensor, base: Path) -> dict[str, Any]:
 
 
 def run(rows: Path, out: Path, names: list[str]) -> None:
-    """All variants side by side: nothing is timed. Writes one document."""
+    """Run all variants in parallel, as nothing is timed. Writes one document."""
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
         command = [sys.executable, __file__, "learn", str(rows), str(base), "--variants"]
         alone = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # as many processes as cores already
         processes = {name: Popen([*command, name], stdout=PIPE, stderr=PIPE, text=True, env=alone) for name in names}
-        said = {name: process.communicate() for name, process in processes.items()}
+        outputs = {name: process.communicate() for name, process in processes.items()}
     found: dict[str, Any] = {}
-    for name, (printed, complained) in said.items():
+    for name, (printed, complained) in outputs.items():
         done = processes[name].returncode == 0
         found[name] = json.loads(printed.strip().splitlines()[-1]) if done else {"error": complained[-900:]}
     for name, row in found.items():
@@ -169,7 +169,7 @@ def run(rows: Path, out: Path, names: list[str]) -> None:
 
 
 def main() -> None:
-    """The three verbs of the docstring, and `learn`, which `run` starts."""
+    """Run one of the three commands of the docstring, or `learn`, which `run` starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=["prepare", "run", "learn", "variants"])
     parser.add_argument("paths", nargs="*", type=Path)

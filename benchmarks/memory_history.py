@@ -1,9 +1,9 @@
-"""What remembering the allocator's events costs a step, and whether it goes together with checkpointing and compiling.
+"""Cost per step of recording the allocator's events, also with checkpointing and compilation.
 
     python benchmarks/memory_history.py > history.json        # on a machine with a CUDA card
 
-Every row is a process of its own: tokens a second of the 1B shape, with and without what `train` switches on for its
-snapshot (`framework.run.oom.report.recorded_memory`).
+Every row runs in its own process: tokens per second of the 1B shape, with and without the recording that `train`
+enables for its snapshot (`framework.run.oom.report.recorded_memory`).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ RECIPE = ["finetune_local", "model=llama3.2_1b", "training.use_peft=false", "mod
 
 
 def measured(overrides: list[str], is_recorded: bool) -> float:
-    """Tokens a second on this card."""
+    """Tokens per second on this card."""
     import torch
 
     from framework import load
@@ -35,7 +35,7 @@ def measured(overrides: list[str], is_recorded: bool) -> float:
 
 
 def main() -> None:
-    """All rows, twice in turns, so that a card that warms up does not favour one side."""
+    """Run all rows twice, alternating, so that a card that warms up does not favor one side."""
     if len(sys.argv) > 1:
         name, is_recorded = sys.argv[1:]
         print(measured(ROWS[name], is_recorded == "recorded"))

@@ -1,10 +1,12 @@
-"""Time of clip and update over the weights of Llama-3.2-1B, by optimizer, and the share of the card's bandwidth.
+"""Time of gradient clipping and update for the weights of Llama-3.2-1B, by optimizer, and the share of the card's
+bandwidth.
 
 python benchmarks/optimizer_step.py OUT.json        (on a card; a minute)
 
-Every case: gradients of random bfloat16, weights of spread 0.02, median of 20 updates by CUDA events, norm and clip
-included. `bytes` is what has to cross the bus once: gradients for the norm, then weights, gradients and states. The
-copy of the same call is the ceiling. Each kernel of ours is first held to plain torch on the same numbers.
+Every case: random bfloat16 gradients, weights with a standard deviation of 0.02, median of 20 updates by CUDA events,
+including norm and clipping. `bytes` is the traffic that each update needs at least: gradients for the norm, then
+weights, gradients and states. A copy in the same call is the ceiling. Each of our kernels is first compared with plain
+torch on the same numbers.
 """
 
 import json
@@ -31,7 +33,7 @@ LIMIT, RATE, BETAS, EPSILON = 1.0, 1e-5, (0.9, 0.999), 1e-8
 
 
 def weights(architecture: dict[str, Any], device: str) -> list[nn.Parameter]:
-    """Random weights of every shape of the model, each with a gradient."""
+    """Random weights of every shape in the model, each with a gradient."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture), dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
@@ -45,7 +47,7 @@ def weights(architecture: dict[str, Any], device: str) -> list[nn.Parameter]:
 
 
 def ours(parameters: Sequence[nn.Parameter], rounding: Rounding, bits: int, kernel: Kernel | None) -> AnyPrecisionAdamW:
-    """Our optimizer; without a kernel plain torch."""
+    """Our optimizer; without a kernel in plain torch."""
     numbers: dict[torch.Tensor, int] = {parameter: number for number, parameter in enumerate(parameters)}
     return AnyPrecisionAdamW(
         list(parameters),
@@ -69,7 +71,7 @@ def cases(kernel: Kernel) -> Iterator[tuple[str, Callable[[Sequence[nn.Parameter
 
 
 def median_ms(run: Callable[[], object], repeats: int = 20) -> float:
-    """Milliseconds by CUDA events, after three runs that do not count."""
+    """Milliseconds by CUDA events, after three uncounted runs."""
     times = []
     for _ in range(repeats + 3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -82,7 +84,7 @@ def median_ms(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def update(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """What a step does after backward."""
+    """The part of a step after backward."""
     clip_gradients(optimizer, parameters, LIMIT, gradient_norms(parameters)[0])
     optimizer.step()
 
@@ -101,8 +103,9 @@ def timed(name: str, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.P
 
 
 def difference(rounding: Rounding, bits: int, kernel: Kernel) -> dict[str, float]:
-    """How far two steps by the kernel are from two in plain torch: shares of elements that differ, and the largest
-    difference relative to the largest element."""
+    """Difference of two steps by the kernel from two in plain torch: the share of elements that differ, and the largest
+    difference relative to the largest element.
+    """
     architecture = {**ONE_B, "num_hidden_layers": 1, "vocab_size": 4099}
     sides = [weights(architecture, "cuda") for _ in range(2)]
     found = {"share": 0.0, "largest": 0.0}

@@ -1,4 +1,4 @@
-"""Writes docs/optimizers.md: bytes of state a parameter, counted on optimizers that were built and have made a step.
+"""Writer of docs/optimizers.md: bytes of state per parameter, counted on built optimizers after one step.
 
 python benchmarks/optimizers_page.py
 """
@@ -39,12 +39,12 @@ EIGHTH = {
 """An eighth of Llama-3.2-1B's width with as large a share of embeddings: its matrices have the same proportions."""
 ONE_B = yaml.safe_load((shipped("conf") / "model" / "llama3.2_1b.yaml").read_text())["model"]["architecture"]
 RANK = 16
-"""What 128, the default rank, is to the width of the 1B."""
+"""The rank with the proportion to this width that 128, the default, has to the width of the 1B."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: an optimizer with the settings that change its states, and what is worth saying of it."""
+    """One line of the table: an optimizer with the settings that change its states, and a remark."""
 
     optimizer: Optimizer
     said: str
@@ -53,8 +53,8 @@ class Row:
 
     @property
     def name(self) -> str:
-        words = [f"`{key}: {value}`" for key, value in self.settings if key != "projection_rank"]
-        return " with ".join([f"`{self.optimizer}`", *words])
+        settings = [f"`{key}: {value}`" for key, value in self.settings if key != "projection_rank"]
+        return " with ".join([f"`{self.optimizer}`", *settings])
 
 
 _RANKED = (("projection_rank", RANK),)
@@ -104,8 +104,8 @@ def stepped(row: Row, dtype: str) -> tuple[Iterable[Tensor], list[Tensor]]:
 
 
 def stood_in(row: Row, dtype: str, architecture: Mapping[str, Any]) -> tuple[Iterable[Tensor], list[Tensor]]:
-    """The same for an optimizer of codes or pages, by what stands in for it in a rehearsal: it needs neither package
-    nor card. The models' tests hold it to the classes of bitsandbytes and torchao."""
+    """The same for an optimizer with quantized or paged states, using its stand-in of a rehearsal, which needs neither
+    package nor card. The tests of the stand-ins compare them with the classes of bitsandbytes and torchao."""
     with torch.device("meta"):
         settings = AutoConfig.for_model(**architecture)
         model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
@@ -119,7 +119,7 @@ def stood_in(row: Row, dtype: str, architecture: Mapping[str, Any]) -> tuple[Ite
 
 
 def bytes_of(trained: Iterable[Tensor], states: Iterable[Tensor]) -> tuple[float, float]:
-    """Bytes of state a trained parameter: on the device, and in managed memory.
+    """Bytes of state per trained parameter: on the device, and in managed memory.
 
     Step counts are left out, and a table of codes that all parameters share is counted once.
     """
@@ -132,12 +132,12 @@ def bytes_of(trained: Iterable[Tensor], states: Iterable[Tensor]) -> tuple[float
 
 
 def measured(row: Row, dtype: str) -> tuple[float, float]:
-    """`bytes_of` the row's optimizer over weights of this dtype."""
+    """`bytes_of` the row's optimizer for weights of this dtype."""
     return bytes_of(*(stood_in(row, dtype, ONE_B) if row.optimizer in LOW_BIT else stepped(row, dtype)))
 
 
 def line(row: Row) -> str:
-    """The row of the table of an optimizer that is built here."""
+    """The table's row of an optimizer that is built here."""
     half = measured(row, "bfloat16")
     cells = f"| {row.name} | {_sum(*half)} | {4 + sum(half):.2f} "
     if FACTS[row.optimizer].keeps_small_updates:

@@ -1,4 +1,4 @@
-"""The grid that the planner is judged on: predicted here, measured on a card, compared.
+"""The grid by which the planner is evaluated: predicted here, measured on a card, compared.
 
 python benchmarks/plan_grid.py predict predicted.jsonl [NAME ...]      any machine
 python benchmarks/plan_grid.py measure predicted.jsonl measured.jsonl  a machine with the card
@@ -26,7 +26,7 @@ from framework.schema.config import TrainingConfig
 
 CARD = "h100_80gb"
 SEED = 7
-"""Splits the rows into those that calibrate the step time and those that judge it."""
+"""Seed of the split into rows that calibrate the step time and rows that evaluate it."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "moe": {
         "model_type": "qwen3_moe",
@@ -139,12 +139,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "vocab_size": 51200,
     },
 }
-"""Shapes of families that have no preset, next to those that have one."""
+"""Shapes of families without a preset."""
 LORA = {"use_peft": True}
 ALL = {"lora_target_modules": ["all-linear"], "lora_r": 16, "lora_alpha": 32}
 
-# name: (model, rows, tokens, words). Words: gc checkpointing, chunk, fused/foreach/sgd/ada, amp/fp32/bf16, lora, drop,
-# qv (default targets), ga N, fz N (first N layers and embeddings frozen), eager
+# name: (model, rows, tokens, levers). Levers: gc, chunk, fused/foreach/sgd/ada, amp/fp32/bf16, lora,
+# drop, qv (default targets), ga N, fz N (first N layers and embeddings frozen), eager
 GRID = """
 gpt2_small 8 1024 foreach amp | gpt2_small 16 512 fused amp | gpt2_small 4 1024 sgd fp32
 gpt2_small 8 1024 fused bf16 gc | gpt2_small 8 1024 ada amp | gpt2_small 2 1024 foreach fp32 eager
@@ -224,7 +224,7 @@ def configs(card: str = CARD) -> dict[str, TrainingConfig]:
 
 
 def is_judged(name: str) -> bool:
-    """Whether the row judges the step time; the others fit its constants (framework/memory/roofline.py)."""
+    """Whether the row evaluates the step time; the others fit its constants (framework/memory/roofline.py)."""
     if name in row_names(FRESH):
         return True
     names = sorted(row_names(GRID))
@@ -237,8 +237,8 @@ def row_names(grid: str = GRID + FRESH) -> list[str]:
     return ["-".join(cell.split()) for line in grid.split("\n") if line for cell in line.split("|")]
 
 
-def _config(words: list[str], card: str) -> TrainingConfig:
-    name, rows, tokens, *levers = words
+def _config(cell: list[str], card: str) -> TrainingConfig:
+    name, rows, tokens, *levers = cell
     model: dict[str, Any] = {"architecture": ARCHITECTURES[name]} if name in ARCHITECTURES else _model(name)
     model |= {"load_pretrained_weights": False, "model_max_length": int(tokens), "chunked_loss": False}
     training: dict[str, Any] = {"per_device_train_batch_size": int(rows), "max_steps": 1000}
@@ -312,13 +312,13 @@ def _plan(config: TrainingConfig) -> dict[str, Any]:
 
 
 def measure(predicted: Path, out: Path) -> None:
-    """Each config in a process of its own."""
+    """Measure each config in its own process."""
     rows = [json.loads(line) for line in predicted.read_text().splitlines()]
     run_rows(rows, measure_row, out, [Queue((0,))], seconds=90)
 
 
 def measure_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What one card took."""
+    """Measured figures of one card."""
     from framework.run.planning.measure import measure as measure_step
 
     config = TrainingConfig.model_validate_json(json.dumps(row["config"]))
@@ -326,11 +326,11 @@ def measure_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FIGURES = {"allocated_bytes": (0.2, 2), "reserved_bytes": (3,), "device_bytes": (2, 4), "seconds": (10, 30)}
-"""What is compared, and the limits in per cent that the goals name."""
+"""Compared figures, and the limits in percent that the goals name."""
 
 
 def pair(predicted: Path, measured: Path) -> list[dict[str, Any]]:
-    """One entry a row that has both: the errors in per cent, and both sides of every figure."""
+    """One entry per row that has both: the errors in percent, and both values of every figure."""
     truth = {row["name"]: row.get("measured", row) for row in map(json.loads, measured.read_text().splitlines())}
     pairs = []
     for row in map(json.loads, predicted.read_text().splitlines()):
@@ -351,7 +351,7 @@ def pair(predicted: Path, measured: Path) -> list[dict[str, Any]]:
 
 
 def summarise(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median, largest error and shares within the limits; of the step time on the judged rows only."""
+    """Median, largest error and shares within the limits; for the step time only over the evaluation rows."""
     figures: dict[str, Any] = {}
     for figure, limits in FIGURES.items():
         rows = [row for row in pairs if row["judged"] or figure != "seconds"]

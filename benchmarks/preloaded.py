@@ -1,4 +1,4 @@
-"""What the server that `rows.py` forks from has imported. Raises RuntimeError where that has started CUDA."""
+"""Imports of the server that `rows.py` forks from. Raises RuntimeError if they have started CUDA."""
 
 import importlib
 import sys
@@ -11,9 +11,9 @@ MODULES = ("framework.run.planning.measure", "framework.run.rehearsal.rehearse")
 
 
 def preload() -> None:
-    """Import all that most rows need.
+    """Import everything that most rows need.
 
-    transformers imports torchao where it is installed, which asks for Triton: to answer, torch would start CUDA.
+    transformers imports torchao if it is installed, which checks for Triton: to answer, torch would start CUDA.
     """
     asked = torch.utils._triton.has_triton
     if torch.cuda.is_available():  # which the driver's library tells here, without CUDA

@@ -1,9 +1,10 @@
-"""Measure what one attention call allocates next to its results, for each backend. Needs a CUDA card; prints JSON.
+"""Measure what one attention call allocates in addition to its results, for each backend. Needs a CUDA card; prints
+JSON.
 
 python benchmarks/probe_attention.py > probe_attention.jsonl        (about 30 seconds)
 
-Each line: the call, bytes kept by forward, and the peak of forward and of backward over what was held before. In
-backward the results (three gradients) are part of the peak; `workspace` is what is left without them.
+Each line: the call, bytes kept by forward, and the peaks of forward and backward relative to the memory before. In
+backward the results (three gradients) are part of the peak; `workspace` excludes them.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Measure what single kernels allocate next to their results. Needs a CUDA card; prints JSON lines in under a minute.
+"""Measure what single kernels allocate in addition to their results. Needs a CUDA card; prints JSON lines in a minute.
 
 python benchmarks/probe_kernels.py > probe_kernels.jsonl
 

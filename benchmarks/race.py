@@ -1,15 +1,16 @@
-"""Training steps of one card, ours next to other trainers: tokens a second and memory over the same shapes.
+"""Training steps on one card, compared with other trainers: tokens per second and memory for the same shapes.
 
 python benchmarks/race.py run OUT.jsonl [--only NAME ...] [--steps N]    a CUDA card; names are patterns
 python benchmarks/race.py summary OUT.jsonl results/race_h200.json       ratios to Trainer's pure bfloat16 of a shape
-python benchmarks/race.py plot results/race_h200.json race.svg           tokens a second against memory
+python benchmarks/race.py plot results/race_h200.json race.svg           tokens per second against memory
 python benchmarks/race.py kernels OUT.jsonl [--only NAME ...]            milliseconds of ours by kind of kernel
 python benchmarks/race.py cases                                          names of the cases
 
 Shapes: m1 is Llama 3.2 1B in full, 4 rows of 2,048 tokens; m2 Llama 3.1 8B, LoRA of rank 16 on all linear layers, 4 x
-2,048; m3 Qwen3 0.6B in full, 1 x 8,192; s1 SmolLM2 135M and s2 SmolLM2 360M in full, 8 x 512. Weights are random, all
-rows have one length, nothing is padded. A CUDA event is recorded at the end of each step, nothing else waits for the
-card; the median of the steps after the first WARM is kept. Rivals are in rivals.py; the package imports none of them.
+2,048; m3 Qwen3 0.6B in full, 1 x 8,192; s1 SmolLM2 135M and s2 SmolLM2 360M in full, 8 x 512. Weights are random, and
+all rows have one length, so nothing is padded. A CUDA event is recorded at the end of each step, and nothing else waits
+for the card; the median of the steps after the first WARM is kept. Rivals are in rivals.py, which imports nothing of
+the package.
 """
 
 import argparse
@@ -37,15 +38,15 @@ IMPORTS = {
     "trl": ("trl",),
     "unsloth": ("unsloth", "trl"),
 }
-"""What a case imports before it asks for the card."""
+"""Imports of a case before it asks for the card."""
 ROWS = 64
-"""Different rows, taken in turn."""
+"""Number of different rows, used in turn."""
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "liger-kernel", "trl", "unsloth", "torchao", "triton")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of `conf/model` and the batch of a step; `rank` of the adapter, 0 for training in full."""
+    """A model of `conf/model` and the batch of a step; `rank` of the adapter, 0 for full fine-tuning."""
 
     model: str
     rows: int
@@ -64,7 +65,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One trainer over a shape. `options`: overrides of a recipe for ours, keywords of a rival's function."""
+    """One trainer on a shape. `options`: overrides of a recipe for ours, keyword arguments of a rival's function."""
 
     system: str
     shape: str
@@ -129,12 +130,12 @@ class Clock:
         self.events: list[torch.cuda.Event] = []
 
     def start(self) -> None:
-        """Everything is built: peaks are counted from here."""
+        """Start counting peaks, as everything is built."""
         torch.cuda.reset_peak_memory_stats()
         self.tick()
 
     def tick(self) -> None:
-        """The end of a step, as the card sees it."""
+        """Record the end of a step, as the card sees it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self.events.append(event)
@@ -262,7 +263,7 @@ def ours(shape: Shape, options: dict[str, Any], steps: int, clock: Clock) -> int
 
 
 def run_case(name: str, steps: int, clock: Clock) -> dict[str, Any]:
-    """One case, in this process."""
+    """Run one case in this process."""
     case = CASES[name]
     started = time.perf_counter()
     for module in IMPORTS[case.system]:
@@ -287,8 +288,8 @@ def run_case(name: str, steps: int, clock: Clock) -> dict[str, Any]:
 
 
 def run(out: Path, only: list[str], steps: int, verb: str = "case") -> None:
-    """Each case in a fresh process; its line is written as it ends. All import their libraries first, side by side, so
-    that a step which waits for the host does not share it with imports."""
+    """Run each case in a fresh process; its line is written when it ends. All import their libraries first, in
+    parallel, so that a step that waits for the host does not compete with imports."""
     names = list(dict.fromkeys(name for word in only or [".*"] for name in CASES if re.fullmatch(word, name)))
     processes = {name: _begin(verb, name, steps) for name in names}
     for process in processes.values():
@@ -296,9 +297,9 @@ def run(out: Path, only: list[str], steps: int, verb: str = "case") -> None:
         process.stdout.readline()
     for name, process in processes.items():
         try:
-            printed, said = process.communicate("go\n", timeout=TIMEOUT)
+            printed, errors = process.communicate("go\n", timeout=TIMEOUT)
             line = printed.strip().splitlines()[-1:] or ["{}"]
-            document = json.loads(line[0]) if process.returncode == 0 else {"error": said.strip()[-900:]}
+            document = json.loads(line[0]) if process.returncode == 0 else {"error": errors.strip()[-900:]}
         except subprocess.TimeoutExpired:
             process.kill()
             document = {"error": f"no end in {TIMEOUT} s"}
@@ -341,7 +342,8 @@ def summary(measured: Path, out: Path) -> None:
 
 
 def plot(results: Path, out: Path) -> None:
-    """Tokens a second against allocated GiB, a panel a shape; rivals as crosses, ours as dots with their frontier."""
+    """Plot tokens per second against allocated GiB, one panel per shape; rivals as crosses, ours as dots with their
+    frontier."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -369,7 +371,7 @@ def plot(results: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """The verbs of the docstring, and `case` and `profile`, which `run` and `kernels` start."""
+    """Run one of the commands of the docstring, or `case` or `profile`, which `run` and `kernels` start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=["run", "case", "kernels", "profile", "summary", "plot", "cases"])
     parser.add_argument("paths", nargs="*")

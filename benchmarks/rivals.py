@@ -1,6 +1,6 @@
-"""Training steps of one card as users of other tools would write them: transformers' Trainer, TRL and Unsloth.
+"""Training steps on one card as users of other tools would write them: transformers' Trainer, TRL and Unsloth.
 
-Nothing of `framework` is used. Each function trains a causal model from random weights in bfloat16, calls
+Imports nothing of `framework`. Each function trains a causal model from random weights in bfloat16, and calls
 `clock.start()` before the first step and `clock.tick()` at the end of each.
 """
 
@@ -18,7 +18,7 @@ RATE = 1e-5
 
 
 class Clock(Protocol):
-    """What measures steps."""
+    """Timer of the steps."""
 
     def start(self) -> None: ...
 
@@ -27,8 +27,8 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What to train. `architecture`: keys of a transformers config; `rows`: int64 `[rows, tokens]` on the host, taken
-    in turn, `micro` a step; `rank` of a LoRA adapter on all linear layers, 0 for training in full."""
+    """Training job. `architecture`: keys of a transformers config; `rows`: int64 `[rows, tokens]` on the host, used in
+    turn, `micro` per step; `rank` of a LoRA adapter on all linear layers, 0 for full fine-tuning."""
 
     architecture: dict[str, Any]
     rows: Tensor
@@ -39,13 +39,13 @@ class Job:
 
     @property
     def lists(self) -> list[list[int]]:
-        """The tokens of every step, a list a row."""
+        """The tokens of every step, one list per row."""
         taken = self.rows.repeat(self.steps * self.micro // len(self.rows) + 1, 1)
         return [row.tolist() for row in taken]
 
 
 class _Rows(torch.utils.data.Dataset):
-    """The rows with labels and a mask, as a tokenised dataset has them; over and over again."""
+    """The rows with labels and a mask, as in a tokenized dataset, repeated."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -121,7 +121,7 @@ def by_trainer(job: Job, checkpoints: bool = False, liger: bool = False) -> None
 
 
 def by_trl(job: Job, checkpoints: bool = False) -> None:
-    """TRL's SFTTrainer on tokenised rows."""
+    """TRL's SFTTrainer on tokenized rows."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -139,7 +139,8 @@ def by_trl(job: Job, checkpoints: bool = False) -> None:
 
 
 def by_unsloth(job: Job, checkpoints: bool = False) -> None:
-    """Unsloth's FastLanguageModel in TRL's SFTTrainer, as its notebooks do; checkpoints are its own, on the host."""
+    """Unsloth's FastLanguageModel in TRL's SFTTrainer, as in its notebooks; activation checkpoints are its own, on the
+    host."""
     from unsloth import FastLanguageModel  # isort: skip - before transformers, which it patches
     from datasets import Dataset
     from transformers import default_data_collator
@@ -184,8 +185,8 @@ def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"t{index}": index for index in range(3, 1000)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"t{index}": index for index in range(3, 1000)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
@@ -195,7 +196,7 @@ def _tokenizer() -> Any:
 
 
 def _empty_checkpoint(architecture: dict[str, Any], folder: Path) -> None:
-    """A bfloat16 checkpoint of holes, written in no time: Unsloth loads files alone. Values are drawn afterwards."""
+    """Write a sparse bfloat16 checkpoint at once, as Unsloth loads only files. Values are drawn afterwards."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**architecture)

@@ -1,8 +1,8 @@
-"""Sharded training as others would write it: by hand in the way of torchtitan, and with transformers' Trainer.
+"""Sharded training as others would write it: by hand in the style of torchtitan, and with transformers' Trainer.
 
-Nothing of `framework` is used. Each function trains the causal model that an architecture (keys of a transformers
-config) describes, from random weights in float32, computing in bfloat16, over `data`: int64 `[steps, ranks, rows,
-tokens]` on the host. It calls `clock.start()` when all is built and `clock.tick()` at the end of each step, and returns
+Imports nothing of `framework`. Each function trains the causal model that an architecture (keys of a transformers
+config) describes, from random float32 weights, computing in bfloat16, on `data`: int64 `[steps, ranks, rows, tokens]`
+on the host. It calls `clock.start()` when everything is built and `clock.tick()` at the end of each step, and returns
 the mean loss of all steps and ranks.
 """
 
@@ -23,7 +23,7 @@ RATE = 1e-4
 
 
 class Clock(Protocol):
-    """What measures steps."""
+    """Timer of the steps."""
 
     def start(self) -> None: ...
 
@@ -33,9 +33,9 @@ class Clock(Protocol):
 def by_hand(
     architecture: dict[str, Any], data: Tensor, device: torch.device, clock: Clock, is_compiled: bool = False
 ) -> float:
-    """torchtitan's way: built on meta; units are blocks, embedding, and head, which is not freed between forward and
-    backward; checkpoints keep no random state; nothing is read from the card before the end. `is_compiled`: each block
-    with its checkpoint, before it is sharded."""
+    """torchtitan's way: built on meta; units are the blocks, the embedding, and the head, which is not freed between
+    forward and backward; checkpointing keeps no random state; nothing is read from the card before the end.
+    `is_compiled`: each block with its checkpointing, before it is sharded."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture), dtype=torch.float32)
     _split(model, device, is_compiled)
@@ -60,7 +60,7 @@ def by_hand(
 
 
 def _split(model: nn.Module, device: torch.device, is_compiled: bool) -> None:
-    """Checkpoint and shard each block, then what is next to them, as torchtitan's `apply_fsdp` does."""
+    """Checkpoint and shard each block, then the other modules, as torchtitan's `apply_fsdp` does."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": policy}
     inner, head = model.model, model.lm_head
@@ -79,7 +79,7 @@ def _split(model: nn.Module, device: torch.device, is_compiled: bool) -> None:
 
 
 def _give_values(model: nn.Module, device: torch.device) -> None:
-    """Random weights, in place of those of a checkpoint; constants of positions are computed anew."""
+    """Draw random weights instead of loading a checkpoint; constants of positions are computed again."""
     model.to_empty(device=device)
     model.tie_weights()
     rotary = model.model.rotary_emb
@@ -105,7 +105,7 @@ def by_trainer(
     architecture: dict[str, Any], data: Tensor, device: torch.device, clock: Clock, trainers_checkpoints: bool = False
 ) -> float:
     """transformers' Trainer with accelerate's FSDP2. Blocks are checkpointed by accelerate, as the Trainer advises, or
-    by `gradient_checkpointing`, which it warns of."""
+    by `gradient_checkpointing`, which it warns about."""
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
     with torch.device(device):
@@ -142,7 +142,8 @@ def by_trainer(
 
 
 def _verify(model: nn.Module) -> None:
-    """Each block is a unit and computed again, and shards are float32: what is timed is what was asked for."""
+    """Check that each block is a unit and recomputed, and that shards are float32: the timed settings are the requested
+    ones."""
     blocks = [module for name, module in model.named_modules() if re.fullmatch(r".*layers\.\d+", name)]
     units = sum(isinstance(block, FSDPModule) for block in blocks)
     wrapped = sum(isinstance(block, CheckpointWrapper) or block.gradient_checkpointing for block in blocks)

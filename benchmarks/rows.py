@@ -1,7 +1,7 @@
-"""Rows measured in processes of their own, forked from one that has imported torch and transformers but not seen CUDA.
+"""Rows measured in separate processes, forked from one that has imported torch and transformers but not started CUDA.
 
-What starts CUDA when it is imported (bitsandbytes) is imported by the forked process alone: CUDA that was started
-cannot be used after a fork.
+Packages that start CUDA on import (bitsandbytes) are imported only by the forked process: CUDA cannot be used after a
+fork once it was started.
 """
 
 import faulthandler
@@ -21,12 +21,13 @@ from typing import Any
 PRELOADED = "benchmarks.preloaded"
 Row = Mapping[str, Any]
 Measure = Callable[[Row], dict[str, Any]]
-"""Measures one row in a process that has the variables of torchrun (RANK, WORLD_SIZE, ...); importable by its name."""
+"""Function that measures one row in a process with the variables of torchrun (RANK, WORLD_SIZE, ...); importable by
+name."""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """Cards that one process each of a group of ranks takes, and how many threads each has."""
+    """Cards of a group of ranks, one process each, and the threads of each."""
 
     cards: tuple[int, ...]
     threads: int = 4
@@ -42,8 +43,8 @@ def run_rows(
     kept: int = 1,
     total: float = float("inf"),
 ) -> None:
-    """Append a line of JSON to `out` for each row as soon as it is measured: the row's name, what was found or
-    `error`, the seconds that it took. Queues take rows in turn.
+    """Append a line of JSON to `out` for each row as soon as it is measured: the row's name, its figures or `error`,
+    and the seconds that it took. Queues take rows in turn.
 
     A row that takes longer than `seconds` is ended, and all are after `total` seconds. A group of processes measures up
     to `kept` rows, one after the other, unless one fails.
@@ -86,7 +87,7 @@ def _group(
     seconds: float,
     end: float,
 ) -> int:
-    """How many of the rows one group of processes got through, the failed one included."""
+    """Measure rows in one group of processes. Returns the number of rows completed, including the failed one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -117,7 +118,7 @@ def _group(
 
 
 def _found(pipes: Sequence[Connection], end: float) -> dict[str, Any]:
-    """What the first rank found once all have measured the row; else the error of the first that failed."""
+    """The first rank's result once all have measured the row; else the error of the first that failed."""
     found: dict[Any, dict[str, Any]] = {}
     while len(found) < len(pipes):
         ready = wait([pipe for pipe in pipes if pipe not in found], timeout=max(0, end - time.monotonic()))

@@ -1,8 +1,8 @@
-"""Sharded steps on the cards of one machine: what each takes, and whether its losses are those of one card.
+"""Sharded steps on the cards of one machine: memory and time of each, and losses compared with those of one card.
 
-    python benchmarks/sharded.py OUT.jsonl CARDS [NAME ...]     with fewer cards: over gloo, which is slow
+    python benchmarks/sharded.py OUT.jsonl CARDS [NAME ...]     with fewer cards: with gloo, which is slow
 
-A line a row, from the first rank. `sharded_rows.py` has the rows, which a plan can be made of anywhere.
+The first rank writes one line per row. The rows are in `sharded_rows.py`, from which any machine can make plans.
 """
 
 import gc
@@ -35,12 +35,12 @@ from framework.schema.config import TrainingConfig
 
 STEPS = 8
 SECONDS, TOTAL = 90, 600
-"""After which a row is given up, and all are."""
+"""Timeouts of a row and of all rows."""
 IS_CUDA = torch.cuda.is_available()
 
 
 def joined() -> Ranks:
-    """This process among those that measure together."""
+    """The ranks of this process among those that measure together."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not dist.is_initialized():
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -73,7 +73,7 @@ def batches(assembly: Assembly, rows: torch.Tensor) -> list[Batch]:
 
 
 def stepped(config: TrainingConfig, ranks: Ranks) -> dict[str, Any]:
-    """Bytes of the first card, and the median of seconds of the steps after the third."""
+    """Peak bytes of the first card, and the median seconds of the steps after the third."""
     assembly = built(config, ranks)
     config = assembly.config
     gc.collect()
@@ -102,7 +102,7 @@ def stepped(config: TrainingConfig, ranks: Ranks) -> dict[str, Any]:
 
 
 def phase_seconds(assembly: Assembly, micro_batches: list[Batch], step: int) -> dict[str, float]:
-    """Seconds of each phase of one step that waits for the card between them."""
+    """Seconds of each phase of one step that waits for the card between phases."""
     seen: list[tuple[str, float]] = []
 
     def observe(phase: str) -> None:
@@ -117,7 +117,7 @@ def phase_seconds(assembly: Assembly, micro_batches: list[Batch], step: int) -> 
 
 
 def same_start(row: Mapping[str, Any], ranks: Ranks) -> str:
-    """The folder of the weights that curves of a model begin with: ranks draw others than one card does."""
+    """Folder of the initial weights of a model's curves: ranks would draw others than one card does."""
     folder = Path(tempfile.gettempdir()) / f"sharded-curves-{'moe' if row.get('moe') else 'llama'}"
     if ranks.is_main:
         plain = {key: row[key] for key in ("moe", "shape") if key in row}
@@ -128,7 +128,7 @@ def same_start(row: Mapping[str, Any], ranks: Ranks) -> str:
 
 
 def seed_adapters(assembly: Assembly) -> None:
-    """Give the adapters' first matrices values that follow from their names, on however many ranks."""
+    """Set the adapters' first matrices to values that depend only on their names, on any number of ranks."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for name, parameter in assembly.model.named_parameters():
@@ -144,7 +144,7 @@ def seed_adapters(assembly: Assembly) -> None:
 
 
 def curve_row(row: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Losses of `steps` steps over the same rows in the same global batches, from the same weights."""
+    """Losses of `steps` steps on the same rows in the same global batches, from the same weights."""
     config = curve_config(row, ranks.world, same_start(row, ranks))
     assembly = built(config, ranks if row["world"] else ALONE)
     if row.get("dora"):
@@ -165,7 +165,7 @@ def curve_row(row: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 
 def measure_named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `sharded_rows.py`."""
+    """Measure a row of `sharded_rows.py`."""
     ranks = joined()
     found = curve_row(row, ranks) if "steps" in row else stepped(step_config(dict(row), ranks.world), ranks)
     clean()
@@ -174,14 +174,14 @@ def measure_named(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_drawn(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `drawn.py`."""
+    """Measure a row of `drawn.py`."""
     found = stepped(config_of(row), joined())
     clean()
     return {"measured": found}
 
 
 def clean() -> None:
-    """Leave nothing of a row on the card: a workspace of cuBLAS's would hold the segment that it lies in."""
+    """Free everything of a row on the card: a cuBLAS workspace would keep the segment that contains it."""
     gc.collect()
     torch._dynamo.reset()
     if IS_CUDA:

@@ -43,7 +43,7 @@ ROWS += (
     {"name": "8b-lora-64k-ring", **_LONG_LORA, **_RING, "tokens": 65536},
     {"name": "1b-32k-ring-cudnn", **_LONG, **_RING, "changes": [*_RING["changes"], "model.sdpa_backend=cudnn"]},
 )
-"""Long rows: as many on each card, and one that all cards share."""
+"""Long rows: the same number on each card, and one shared by all cards (context parallel)."""
 _TENSOR: dict[str, Any] = {"fsdp": {"enable_fsdp": False, "tensor_parallel_size": 2}}
 ROWS += (
     {"name": "1b-tp2", **_1B, **_TENSOR},
@@ -52,7 +52,7 @@ ROWS += (
     {"name": "8b-lora-tp2", **_8B_LORA, **_TENSOR},
     {"name": "1b-tp2-full", **_1B, "fsdp": {"tensor_parallel_size": 2}, "cards": 4},
 )
-"""Matrices that two cards share: of the same rows, and on four cards as shards over two groups."""
+"""Tensor parallel over two cards: the same rows, and on four cards with shards over two groups."""
 _CURVE = {"steps": 50, "world": True}
 CURVES: tuple[dict[str, Any], ...] = (
     {"name": "curve-one", **_CURVE, "world": False},
@@ -80,7 +80,7 @@ CURVES: tuple[dict[str, Any], ...] = (
 
 
 def curve_of_one_card(row: Mapping[str, Any]) -> str:
-    """The name of the curve that a row's is compared with."""
+    """The name of the curve that a row's curve is compared with."""
     return next((f"curve-{what}-one" for what in ("qlora", "dora", "moe") if row.get(what)), "curve-one")
 
 
@@ -105,7 +105,7 @@ def step_config(row: dict[str, Any], world: int, card: str = "h100_80gb") -> Tra
 
 
 def curve_config(row: Mapping[str, Any], world: int, weights: str | None = None) -> TrainingConfig:
-    """A small model under bf16, 8 rows a step however many cards there are, of random weights or those in a folder."""
+    """A small model in bf16, 8 rows per step on any number of cards, with random weights or those in a folder."""
     world = world if row["world"] else 1
     architecture: dict[str, Any] = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1536}
     architecture |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512}

@@ -1,4 +1,4 @@
-"""What `sharded.py` measured, next to plans of the same rows, and its curves next to that of one card.
+"""Summary of `sharded.py`: measurements compared with plans of the same rows, and curves with that of one card.
 
     python benchmarks/sharded_summary.py MEASURED.jsonl benchmarks/results/sharded_h200.json [NOTE ...]     any machine
 
@@ -22,7 +22,7 @@ MEASURED = ("allocated_bytes", "reserved_bytes", "beside_torch", "step_seconds")
 
 
 def step(row: dict[str, Any]) -> dict[str, Any]:
-    """A row's figures, what its plan says, and how far the plan is from them."""
+    """A row's measured and planned figures, and the errors."""
     plan = plan_in_subprocess(step_config(row, row["cards"], CARDS[row["card"]])).to_json()
     peak, measured = plan["step_peak"], {key: row[key] for key in MEASURED}
     measured["device_bytes"] = row["reserved_bytes"] + row["beside_torch"]
@@ -35,7 +35,7 @@ def step(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def curve(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """How far the losses of a row are from those of one card, at most."""
+    """Largest difference of a row's losses from those of one card."""
     one = rows[curve_of_one_card(row)]["losses"]
     furthest = max(abs(loss / other - 1) for loss, other in zip(row["losses"], one, strict=True))
     found = {"name": row["name"], "largest_relative_difference": furthest}

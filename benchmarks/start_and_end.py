@@ -1,12 +1,12 @@
-"""How long a run takes until its first step and after its last, next to a script with transformers' Trainer.
+"""Time of a run until its first step and after its last, compared with a script that uses transformers' Trainer.
 
 python benchmarks/start_and_end.py OUT.json [--size tiny|small|card] [--runs 3] [--cases trainer ours ...]
 
-Both load the same model and tokenizer from a folder, read the same rows of text and make three steps; one process a
-case, the cases in turn, `--runs` times. Of each: seconds from the start of the process to its first sign of life, to
-the end of its first step, from the end of its last step to the end of the process, and processor seconds in all, of
-its children too. The script's own end is a final checkpoint, as the Trainer writes one, and `save_pretrained`, which is
-also timed alone. `--size card` trains in bfloat16 on the card that is here.
+Both load the same model and tokenizer from a folder, read the same rows of text and make three steps; each case runs in
+its own process, the cases in turn, `--runs` times. Reported for each: seconds from the start of the process to its
+first output, to the end of its first step, from the end of its last step to the end of the process, and total processor
+seconds including children. The script ends with a final checkpoint, as the Trainer writes one, and `save_pretrained`,
+which is also timed separately. `--size card` trains in bfloat16 on this machine's card.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def command(case: str, folder: Path, size: str, run: int) -> list[str]:
-    """The process of a case."""
+    """Command line of a case."""
     device = "card" if size == "card" else "cpu"
     if case == "trainer":
         return [sys.executable, "-c", TRAINER, str(folder), str(STEPS), str(ROWS), str(LENGTH), device]
@@ -118,19 +118,19 @@ def command(case: str, folder: Path, size: str, run: int) -> list[str]:
         f"model: {{model_name: {folder}/model, torch_dtype_str: {'bfloat16' if device == 'card' else 'float32'},\n"
         f"  model_max_length: {LENGTH}}}\ndata: {{train: [{{path: {folder}/rows.txt}}]}}\n"
     )
-    words = ["-m", "framework", "train", str(recipe), f"training.output_dir={folder}/{case.replace(', ', '_')}_{run}"]
-    words += ["gpu=cpu"] if device == "cpu" else []
-    words += ["training=fastest"] if "search" in case else []
-    return [sys.executable, *words]
+    typed = ["-m", "framework", "train", str(recipe), f"training.output_dir={folder}/{case.replace(', ', '_')}_{run}"]
+    typed += ["gpu=cpu"] if device == "cpu" else []
+    typed += ["training=fastest"] if "search" in case else []
+    return [sys.executable, *typed]
 
 
-def measured(words: list[str], folder: Path, run: int, case: str) -> dict[str, float]:
-    """The times of a process, by what it says on stderr."""
+def measured(typed: list[str], folder: Path, run: int, case: str) -> dict[str, float]:
+    """Times of a process, from its messages on stderr."""
     cache = folder / f"cache_{run}_{'search' in case}"  # empty where nothing is stored
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": paths}
     began = time.perf_counter()
-    process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(typed, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     lines: list[tuple[float, str]] = []
     assert process.stderr is not None
     reading = threading.Thread(

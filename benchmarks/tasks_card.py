@@ -1,10 +1,11 @@
-"""Each task's step on this machine's card, next to its plan: how right the planner is next to plain language modelling.
+"""Each task's step on this machine's card compared with its plan, next to plain language modeling.
 
 python benchmarks/tasks_card.py OUT.jsonl [ROW ...] [--tiny]     (a CUDA card; about 15 seconds a row)
 
-A JSON line a row: the config, the plan made in a process of its own, and what `framework.run.planning.measure` found in
-another with random weights and the longest rows. `--tiny` rehearses on a CPU: every row with two small blocks, planned
-for no card, and two steps made of the same synthetic batches in place of the measurement.
+Writes a JSON line per row: the config, the plan made in a separate process, and the figures that
+`framework.run.planning.measure` found in another with random weights and the longest rows. `--tiny` tests the script on
+a CPU: every row with two small blocks, planned without a card, and two steps on the same synthetic batches instead of
+the measurement.
 """
 
 import argparse
@@ -113,7 +114,7 @@ def _architecture(name: str, tiny: bool) -> dict[str, Any]:
 
 
 def steps_here(config: TrainingConfig) -> dict[str, Any]:
-    """Two steps of the batches that a card would be measured with, on the CPU: their losses."""
+    """Losses of two steps on the CPU, with the batches that a card would be measured with."""
     import torch
 
     from framework.build.place import real_place
@@ -127,7 +128,7 @@ def steps_here(config: TrainingConfig) -> dict[str, Any]:
 
 
 def planned(row: str, tiny: bool) -> dict[str, Any]:
-    """The line of a row, with its plan; what failed is told in it."""
+    """The line of a row with its plan, or with the reason why planning failed."""
     line: dict[str, Any] = {"name": row}
     try:
         config = config_of(row, tiny)
@@ -139,7 +140,7 @@ def planned(row: str, tiny: bool) -> dict[str, Any]:
 
 
 def measured(line: dict[str, Any], tiny: bool) -> dict[str, Any]:
-    """The line with what the card says."""
+    """The line with the card's measurements."""
     if "error" in line:
         return line
     from framework.run.planning.measurements import measure_in_subprocess

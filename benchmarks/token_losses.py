@@ -1,4 +1,4 @@
-"""Times of the chunked loss, and of steps whose figures are waited for or not, on one card.
+"""Times of the chunked loss, and of steps that wait for their figures or do not, on one card.
 
 python benchmarks/token_losses.py head OUT.json          the head's loss and gradients, by chunk and kernel settings
 python benchmarks/token_losses.py step OUT.json [NAME]   whole steps, with the update before and after the figures
@@ -36,7 +36,7 @@ def milliseconds(call: Callable[[], Any], times: int = 12) -> float:
 
 
 def float32_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """The chunked loss as it was: float32 logits, one operator after the other."""
+    """The earlier chunked loss: float32 logits, one operator after the other."""
     total, hidden_grad, weight_grad = torch.zeros((), device="cuda"), torch.empty_like(hidden), torch.zeros_like(weight)
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
@@ -65,21 +65,21 @@ def _autocast_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) 
 
 
 def head() -> dict[str, Any]:
-    """Milliseconds of loss and gradients, of the kernel alone, and its distance from float64."""
+    """Milliseconds of loss and gradients, of the kernel by itself, and its error relative to float64."""
     from framework.build.losses import cross_entropy_kernel as kernel
 
     found: dict[str, Any] = {}
-    for name, (tokens, width, words) in SHAPES.items():
-        targets = torch.randint(0, words, (tokens,), device="cuda")
+    for name, (tokens, width, vocabulary) in SHAPES.items():
+        targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
         hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for dtype in (torch.bfloat16, torch.float32):
-            weight = (torch.randn(words, width, device="cuda") / 40).to(dtype).requires_grad_()
+            weight = (torch.randn(vocabulary, width, device="cuda") / 40).to(dtype).requires_grad_()
             row = found[f"{name}/{dtype}"] = {}
             with torch.no_grad():
                 row["float32 logits, 1024"] = milliseconds(partial(float32_chunks, hidden, weight, targets, 1024))
             for chunk in (512, 1024, 2048, 4096, 8192):
                 row[f"one kernel, {chunk}"] = milliseconds(partial(_autocast_loss, hidden, weight, targets, chunk))
-        logits = torch.randn(1024, words, device="cuda", dtype=torch.bfloat16)
+        logits = torch.randn(1024, vocabulary, device="cuda", dtype=torch.bfloat16)
         losses = torch.empty(1024, device="cuda")
         settings: dict[str, float] = {}
         for block in (2048, 4096, 8192, 16384, 32768):
@@ -95,7 +95,7 @@ def head() -> dict[str, Any]:
 
 
 def step(name: str) -> dict[str, Any]:
-    """Milliseconds of a step: figures read before the update as it was, and one step late; batches from the host."""
+    """Milliseconds of a step: figures read before the update, as before, and one step late; batches from the host."""
     from benchmarks.plan_grid import configs
     from framework.build.data.packing import on_device
     from framework.build.place import real_place
@@ -132,7 +132,7 @@ def step(name: str) -> dict[str, Any]:
 
 
 def _profile(assembly: Any, steps: Any, on_host: Any, number: int) -> dict[str, float]:
-    """Milliseconds a step by kernel, the 25 longest, and what none of them ran in."""
+    """Milliseconds per step by kernel, the 25 longest, and the time in which none of them ran."""
     from torch.profiler import ProfilerActivity, profile
 
     batches = [{key: value.cuda() for key, value in batch.items()} for batch in on_host]
@@ -145,7 +145,7 @@ def _profile(assembly: Any, steps: Any, on_host: Any, number: int) -> dict[str, 
 
 
 def main() -> None:
-    """Run one part and write what it found."""
+    """Run one part and write its results."""
     made = head() if sys.argv[1] == "head" else step(*sys.argv[3:4])
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     Path(sys.argv[2]).write_text(json.dumps({**about, **made}, indent=1) + "\n")

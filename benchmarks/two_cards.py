@@ -1,8 +1,8 @@
-"""`tunesmith train` on two cards with saves during training, a rank that is killed, one that runs out of memory.
+"""`tunesmith train` on two cards with saves during training, a rank that is killed, and one that runs out of memory.
 
-    python benchmarks/two_cards.py OUT.jsonl [CASE ...] [--cpu]     a line a case; --cpu: over gloo, of a smaller model
+    python benchmarks/two_cards.py OUT.jsonl [CASE ...] [--cpu]     one line per case; --cpu: a smaller model with gloo
 
-Cases run at the same time, but for `async`, whose steps are timed: it runs after the others.
+Cases run in parallel, except for `async`, whose steps are timed: it runs after the others.
 """
 
 import json
@@ -36,13 +36,13 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
 STEPS, SAVES, KILLED = 60, 10, 35
 """Steps of a run, steps between its saves, and the step after which a rank is killed."""
 LIMIT = 150 if torch.cuda.is_available() else 900
-"""Seconds of a run at most."""
+"""Timeout of a run in seconds."""
 SHARDS = {"enable_fsdp": True}
 COPIES = {"enable_fsdp": False}
 
 
 def recipe(folder: Path, is_cpu: bool, fsdp: dict[str, Any], **training: Any) -> Path:
-    """A run of two cards over the standard library's sources, 4 rows of 512 tokens each."""
+    """A run on two cards with the standard library's sources, 4 rows of 512 tokens each."""
     shape = SHAPE | (TINY if is_cpu else {})
     common = {"task": "pretrain", "max_steps": STEPS, "save_steps": SAVES, "save_total_limit": 10}
     sizes = {"global_batch_size": 8, "per_device_train_batch_size": 4, "learning_rate": 3e-4}
@@ -70,24 +70,24 @@ def started(file: Path, *options: str) -> "subprocess.Popen[str]":
 
 
 def ended(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    """Exit code and last lines of a run, which is killed when it takes too long."""
+    """Exit code and last lines of a run, which is killed if it takes too long."""
     try:
-        said, _ = process.communicate(timeout=LIMIT)
+        output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
         process.kill()
-        said = f"{process.communicate()[0]}\nkilled after {LIMIT} s"
-    return {"code": process.returncode, "said": said.splitlines()[-12:]}
+        output = f"{process.communicate()[0]}\nkilled after {LIMIT} s"
+    return {"code": process.returncode, "said": output.splitlines()[-12:]}
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step; of a step that was made twice the later one."""
+    """Metrics by step; the later ones of a step that was made twice."""
     file = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def difference(one: dict[int, float], other: dict[int, float]) -> float | None:
-    """The largest relative difference of two runs' losses; None where they are not of the same steps."""
+    """The largest relative difference of two runs' losses; None if they are not of the same steps."""
     if not one or one.keys() != other.keys():
         return None
     return max(abs(other[step] / one[step] - 1) for step in one)
@@ -98,7 +98,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def killed(folder: Path, is_cpu: bool, fsdp: dict[str, Any]) -> dict[str, Any]:
-    """SIGKILL to rank 1 in the middle, then a resume, next to a run that nothing befalls."""
+    """SIGKILL to rank 1 in the middle, then a resume, compared with an undisturbed run."""
     whole = ended(started(recipe(folder / "whole", is_cpu, fsdp)))
     file = recipe(folder / "killed", is_cpu, fsdp)
     process = started(file)
@@ -118,30 +118,30 @@ def killed(folder: Path, is_cpu: bool, fsdp: dict[str, Any]) -> dict[str, Any]:
     return {"whole": whole, **found, "resumed": resumed, "largest_relative_difference": furthest}
 
 
-def saved_beside(folder: Path, is_cpu: bool) -> dict[str, Any]:
-    """The same run with saves that stop training and with saves next to it, in shards."""
+def saved_async(folder: Path, is_cpu: bool) -> dict[str, Any]:
+    """The same run with synchronous and with asynchronous saves, in shards."""
     found: dict[str, Any] = {}
-    for name, beside in (("stopping", False), ("beside", True)):
-        out = ended(started(recipe(folder / name, is_cpu, SHARDS, async_save=beside)))
+    for name, is_async in (("stopping", False), ("async", True)):
+        out = ended(started(recipe(folder / name, is_cpu, SHARDS, async_save=is_async)))
         lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         seconds = [line["step_seconds"] for line in lines if "step_seconds" in line]
         found[name] = {**out, "saved": checkpoints(folder / name)}
         if seconds:
             found[name] |= {"median_step": statistics.median(seconds), "longest_step": max(seconds[3:])}
-    found["largest_relative_difference"] = difference(losses(folder / "stopping"), losses(folder / "beside"))
-    found["files_that_differ"] = differing(folder / "stopping" / "checkpoints", folder / "beside" / "checkpoints")
+    found["largest_relative_difference"] = difference(losses(folder / "stopping"), losses(folder / "async"))
+    found["files_that_differ"] = differing(folder / "stopping" / "checkpoints", folder / "async" / "checkpoints")
     return found
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """Files of weights with a tensor that is not the other run's; the order of a header's entries may differ."""
+    """Weight files with a tensor that differs from the other run's; the order of header entries may differ."""
     names = [path.relative_to(one) for path in sorted(one.rglob("*.safetensors"))]
     pairs = [(name, load_file(one / name), load_file(other / name)) for name in names]
     return [str(name) for name, a, b in pairs if a.keys() != b.keys() or not all(torch.equal(a[k], b[k]) for k in a)]
 
 
 def shrinking(folder: Path, is_cpu: bool) -> dict[str, Any]:
-    """`on_oom: shrink` where rank 1 alone has too little memory: the tests of two cards."""
+    """`on_oom: shrink` if only rank 1 has too little memory: the tests for two cards."""
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-m", "gpu", "-k", "shrink", "-p", "no:cacheprovider"]
     command += ["-W", "ignore::SyntaxWarning"]  # of packages that are compiled while they are imported
     command += [f"--basetemp={folder / 'shrink'}", "tests/run/ranks/test_ranks_gpu.py"]
@@ -153,13 +153,13 @@ CASES: dict[str, Callable[[Path, bool], dict[str, Any]]] = {
     "killed-shards": lambda folder, is_cpu: killed(folder / "shards", is_cpu, SHARDS),
     "killed-copies": lambda folder, is_cpu: killed(folder / "copies", is_cpu, COPIES),
     "shrink": shrinking,
-    "async": saved_beside,
+    "async": saved_async,
 }
 
 
 def main() -> None:
-    is_cpu, words = "--cpu" in sys.argv, [word for word in sys.argv[1:] if word != "--cpu"]
-    out, chosen = Path(words[0]), words[1:] or list(CASES)
+    is_cpu, arguments = "--cpu" in sys.argv, [word for word in sys.argv[1:] if word != "--cpu"]
+    out, chosen = Path(arguments[0]), arguments[1:] or list(CASES)
     lock = threading.Lock()
 
     def run(name: str, folder: Path) -> None:

@@ -1,12 +1,13 @@
-"""Whether `chat` with nine models and three ways to train fits each shipped card, at what speed: results/verdicts.json
-and docs/verdicts.md.
+"""Verdicts: whether `chat` with nine models and three ways to train fits each shipped card, and its speed.
 
-python benchmarks/verdicts.py [ROW ..]        the rows named, else all (an hour of one core)
-python benchmarks/verdicts.py --page          the page alone, from the results
+Written to results/verdicts.json and docs/verdicts.md.
 
-A row is rehearsed once for each class of kernels: with few layers at three micro-batches (memory/search/estimate),
-then as a whole what looks best. The cards of a class are arithmetic on the same record; tests/test_verdicts.py plans
-some with their own facts.
+python benchmarks/verdicts.py [ROW ..]        the named rows, else all (an hour of one core)
+python benchmarks/verdicts.py --page          only the page, from the results
+
+A row is rehearsed once for each class of kernels: with few layers at three micro-batches (memory/search/estimate), then
+as a whole with the most promising settings. The cards of a class are computed from the same record;
+tests/test_verdicts.py plans some with their own facts.
 """
 
 import argparse
@@ -46,12 +47,12 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results" / "verdicts.json", ROOT / "docs"
 GIB = 2**30
 
 OLD_KERNELS = ("7.0", "7.5")
-"""Capabilities without bfloat16 and without torch's flash attention: rehearsed as a T4. All others, MI300X too, are
-rehearsed as an A6000, which keeps the same in memory, but for what tests/test_verdicts.py allows."""
+"""Capabilities without bfloat16 and without torch's flash attention: rehearsed as a T4. All others, including MI300X,
+are rehearsed as an A6000, which keeps the same in memory, up to the tolerance of tests/test_verdicts.py."""
 STRATEGIES = ("plain", "no_logits", "balanced", "low_memory", "lowest_memory")
-"""From fast to small: all logits at once, `model.chunked_loss` alone, and three `training=` groups."""
+"""From fast to small: all logits at once, only `model.chunked_loss`, and three `training=` groups."""
 WRITTEN = "written"
-"""The one strategy of a recipe that does not leave it open."""
+"""The only strategy of a recipe that leaves nothing open."""
 LETTERS = {"plain": "P", "no_logits": "N", "balanced": "B", "low_memory": "L", "lowest_memory": "M", WRITTEN: "W"}
 MODELS = (
     *("gemma3_1b", "gemma3_4b", "olmo2_7b", "phi4_mini_4b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b"),
@@ -63,7 +64,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("classify", "quickstart")},
     **{f"{model}_{way}": ("chat", f"model={model}", f"peft={WAYS[way]}") for model in MODELS for way in WAYS},
 }
-"""Row -> the recipe and the words that make it."""
+"""Row -> the recipe and its overrides."""
 NOT_HERE = {
     "finetune_hub": "its model is not in the package",
     "finetune_local": "its model is not in the package",
@@ -76,17 +77,17 @@ TOLD = ("strategy", "micro_batch", "fits", "device_bytes_upper", "tokens_per_sec
 
 
 def strategies(row: str) -> tuple[str, ...]:
-    """What is compared for a row: what `training=fastest` leaves open, else what is written."""
+    """Strategies compared for a row: the keys that `training=fastest` leaves open, else the recipe as written."""
     recipe, *_ = ROWS[row]
     is_open = "training: fastest" in (shipped("recipes") / f"{recipe}.yaml").read_text(encoding="utf-8")
     return STRATEGIES if is_open else (WRITTEN,)
 
 
 def strategy(row: str, name: str, gpu: str) -> TrainingConfig:
-    """The recipe of a row under one of its strategies."""
-    recipe, *words = ROWS[row]
+    """The recipe of a row with one of its strategies."""
+    recipe, *overrides = ROWS[row]
     group = ["training=" + name] if name in STRATEGIES[2:] else []
-    config = opened(load(recipe, [*words, *group, f"gpu={gpu}"]))
+    config = opened(load(recipe, [*overrides, *group, f"gpu={gpu}"]))
     chunked = {"plain": False, "no_logits": True}
     return with_values(config, {"model.chunked_loss": chunked[name]}) if name in chunked else config
 
@@ -108,7 +109,7 @@ def facts(card: str) -> GPUParams:
 
 
 def classes() -> dict[str, list[str]]:
-    """The card that is rehearsed -> the cards that it stands for."""
+    """The rehearsed card -> the cards that it represents."""
     found: dict[str, list[str]] = {"t4_16gb": [], "a6000_48gb": []}
     for card in card_names():
         if facts(card).usable_bytes:
@@ -117,7 +118,7 @@ def classes() -> dict[str, list[str]]:
 
 
 def plans_on(config: TrainingConfig, cards: Sequence[str]) -> dict[str, Plan]:
-    """One rehearsal, and what it costs on each card that runs the same kernels."""
+    """One rehearsal, and its costs on each card that runs the same kernels."""
     rehearsal = record(config)
     moved = {card: moved_to(rehearsal, facts(card)) for card in cards}
     peaks = {there.config.gpu.cublas_workspace_bytes: there for there in moved.values()}
@@ -142,7 +143,7 @@ def moved_to(rehearsal: Rehearsal, card: GPUParams) -> Rehearsal:
 
 
 def estimates(config: TrainingConfig, tried: Sequence[int], cards: Sequence[str]) -> dict[str, Estimate]:
-    """What a structure needs on each card at any micro-batch."""
+    """Estimates of a structure on each card at any micro-batch."""
     found = {card: Estimate() for card in cards}
     depths = depths_of(config)
     for size in [size for size in SIZES if size in tried] or tried:
@@ -156,14 +157,14 @@ def estimates(config: TrainingConfig, tried: Sequence[int], cards: Sequence[str]
 
 @dataclass
 class Board:
-    """What is known of a recipe on the cards of one class. `known`: strategy -> card -> estimate."""
+    """Estimates for a recipe on the cards of one class. `known`: strategy -> card -> estimate."""
 
     cards: Sequence[str]
     configs: Mapping[str, TrainingConfig]
     known: Mapping[str, Mapping[str, Estimate]]
 
     def best(self, card: str) -> dict[str, Any]:
-        """The fastest strategy and micro-batch that fit by what is known, or those that need least."""
+        """The fastest strategy and micro-batch that fit by the estimates, or those that need least memory."""
         usable = facts(card).usable_bytes or 0
         rows = [
             _row(name, micro, self.known[name][card], usable, config)
@@ -173,7 +174,7 @@ class Board:
         return min(rows, key=_rank)
 
     def settle(self) -> dict[str, dict[str, Any]]:
-        """Plan what is best as a whole, which corrects what is known of it, until every best was."""
+        """Plan the best one as a whole, which corrects its estimate, until every best one was planned."""
         while True:
             found = {card: self.best(card) for card in self.cards}
             wanted = {(row["strategy"], row["micro_batch"]) for row in found.values() if not row["planned"]}
@@ -185,7 +186,7 @@ class Board:
 
 
 def verdicts(row: str, cards: Sequence[str], rehearsed: str) -> dict[str, dict[str, Any]]:
-    """Card -> the fastest strategy that fits it, or the one that needs least; each planned as a whole."""
+    """Card -> the fastest strategy that fits it, or the one that needs least memory; each planned as a whole."""
     configs = {name: strategy(row, name, rehearsed) for name in strategies(row)}
     known = {name: estimates(config, sizes(config, name), cards) for name, config in configs.items()}
     return Board(cards, configs, known).settle()
@@ -209,7 +210,7 @@ def _rank(row: Mapping[str, Any]) -> tuple[bool, float]:
 
 
 def made(names: Sequence[str]) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """Each row and its verdicts."""
+    """Verdicts of each row."""
     for name in names:
         rows = {}
         for rehearsed, cards in classes().items():
@@ -239,7 +240,7 @@ they were committed. Of the other recipes `tunesmith plan` tells.
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """docs/verdicts.md: a table for each way to train, a line a model, a column a card."""
+    """The text of docs/verdicts.md: one table per way to train, one line per model, one column per card."""
     found, lines = document["verdicts"], [INTRODUCTION.format(**document)]
     for way in WAYS:
         lines += _table(
@@ -253,7 +254,7 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def way_of(row: str) -> str:
-    """How a row trains, by the end of its name."""
+    """How a row trains, from the end of its name."""
     return row.rpartition("_")[2]
 
 
@@ -282,7 +283,7 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 
 def text_of(document: Mapping[str, Any]) -> str:
-    """The results as a file: a line for each row and card."""
+    """The results as a file: one line per row and card."""
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in document.items() if key != "verdicts"]
     lines.append(' "verdicts": {')
     for name, rows in sorted(document["verdicts"].items()):

@@ -44,8 +44,8 @@ def test_the_loader_is_measured_on_a_run_that_may_be(streaming, monkeypatch):
 def test_saves_are_measured_on_runs_that_may_be(size, monkeypatch):
     script_of = script("async_save")
     monkeypatch.setattr(script_of, "detect", lambda: "h100_80gb")
-    for beside in (False, True):
-        check(script_of.config_of(size, beside), PLAN)
+    for is_async in (False, True):
+        check(script_of.config_of(size, is_async), PLAN)
 
 
 def test_loss_curves_are_asked_for_as_they_may_be(monkeypatch):

@@ -37,8 +37,8 @@ ROWS = {
 """Files that recipes of the pages name, and a row of each."""
 ADAPTER = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
 """The config of `runs/sft/final`, which recipes name as an adapter."""
-BESIDE = "defaults: [model: llama3.2_1b, optimizer: adamw_torch_fused]\n"
-"""What a block that is a part of a recipe stands beside."""
+PRESETS = "defaults: [model: llama3.2_1b, optimizer: adamw_torch_fused]\n"
+"""Presets for a block that is only a part of a recipe."""
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -75,7 +75,7 @@ def test_what_is_to_be_written_passes_the_check_and_reads_its_rows(page, text, w
     Path("runs/sft/final").mkdir(parents=True)
     write(json.dumps(ADAPTER), "runs/sft/final/adapter_config.json")
     is_whole = "defaults" in yaml.safe_load(text)
-    report = check_request(write(text if is_whole else BESIDE + text), needs=TRAIN)
+    report = check_request(write(text if is_whole else PRESETS + text), needs=TRAIN)
     assert report.problems == ()
     assert report.composition is not None
     assert len(read_splits(report.composition.config).train) >= 50

@@ -66,9 +66,9 @@ def test_a_log_next_to_the_plan_of_its_run_or_with_one_named(run, folder, tmp_pa
     (folder / "train.log").write_text(FULL)
     elsewhere = tmp_path_factory.mktemp("logs") / "a.log"
     elsewhere.write_text(FULL)
-    beside, named = run(folder / "train.log", "--json"), run(elsewhere, "--run", folder, "--json")
+    in_folder, named = run(folder / "train.log", "--json"), run(elsewhere, "--run", folder, "--json")
     alone = run(elsewhere, "--json")
-    saves = [{move["saves_bytes"] for move in json.loads(out)["moves"]} for _, out, _ in (beside, named, alone)]
+    saves = [{move["saves_bytes"] for move in json.loads(out)["moves"]} for _, out, _ in (in_folder, named, alone)]
     assert saves == [{2**30}, {2**30}, {None}]
 
 

@@ -90,9 +90,9 @@ def test_classes_and_their_probabilities_are_those_of_the_model_in_file_order(
 
 def test_labels_of_the_texts_are_not_read_and_an_exported_folder_is_enough(classifier, tmp_path, capsys):
     bare = lines(tmp_path / "bare.jsonl", [{"text": text} for text in TEXTS])
-    beside = lines(tmp_path / "beside.jsonl", [{"text": text, "label": "unheard of"} for text in TEXTS])
+    labeled = lines(tmp_path / "labeled.jsonl", [{"text": text, "label": "unheard of"} for text in TEXTS])
     expected = answers_of(capsys, classifier, bare)
-    assert answers_of(capsys, classifier, beside) == expected
+    assert answers_of(capsys, classifier, labeled) == expected
     assert answers_of(capsys, classifier / "final", bare) == expected
     shutil.copytree(classifier / "final", tmp_path / "alone")
     alone = answers_of(capsys, tmp_path / "alone", bare)

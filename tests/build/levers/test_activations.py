@@ -29,7 +29,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "matmuls": {**ON, "gradient_checkpointing_policy": "save_matmuls"},
     "reentrant": {**ON, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
 }
-BESIDE: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"model": {"chunked_loss": 16}},
     "autocast": {"training": {"mixed_precision_dtype": "bf16"}},
@@ -41,9 +41,9 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def config(lever: dict[str, Any], architecture: dict[str, Any] = DEEP, **beside: Any) -> Any:
-    training = {"learning_rate": 1e-3, **beside.pop("training", {}), **lever}
-    return tiny_config(architecture, training=training, **beside)
+def config(lever: dict[str, Any], architecture: dict[str, Any] = DEEP, **others: Any) -> Any:
+    training = {"learning_rate": 1e-3, **others.pop("training", {}), **lever}
+    return tiny_config(architecture, training=training, **others)
 
 
 def trained(assembly: Any, steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
@@ -54,10 +54,10 @@ def trained(assembly: Any, steps: int = 3) -> tuple[list[float], list[torch.Tens
 _plain: dict[str, tuple[list[float], list[torch.Tensor]]] = {}
 
 
-def plainly(beside: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
+def plainly(others: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
     """Trained without any lever, once for all tests."""
-    if (asked := repr(beside)) not in _plain:
-        _plain[asked] = trained(tiny_assembly(config({}, **beside)))
+    if (asked := repr(others)) not in _plain:
+        _plain[asked] = trained(tiny_assembly(config({}, **others)))
     return _plain[asked]
 
 
@@ -68,12 +68,12 @@ def same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("lever", "beside"), thinned(LEVERS, BESIDE))
-def test_three_steps_are_the_same(lever: dict[str, Any], beside: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("lever", "others"), thinned(LEVERS, OTHERS))
+def test_three_steps_are_the_same(lever: dict[str, Any], others: dict[str, Any]) -> None:
     """An adapter and checkpointing train in every variant."""
-    assembly = tiny_assembly(config(lever, **beside))
+    assembly = tiny_assembly(config(lever, **others))
     verify(assembly)
-    same(trained(assembly), plainly(beside))
+    same(trained(assembly), plainly(others))
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_weights_that_get_no_gradient_are_found(monkeypatch: pytest.MonkeyPatch)
 def test_a_frozen_beginning_keeps_nothing() -> None:
     """Its blocks neither keep activations nor recompute, checkpointing on or off, adapter or not."""
     for lever in ({}, ON, LEVERS["reentrant"]):
-        assembly = tiny_assembly(config(lever, **BESIDE["frozen"]))
+        assembly = tiny_assembly(config(lever, **OTHERS["frozen"]))
         assert found(assembly)["blocks that keep activations"] == "2/4"
     assembly = tiny_assembly(config(ON, model={"freeze_layers": ["layers.0", "layers.1"]}))
     assert found(assembly)["blocks that keep activations"] == "4/4", "embeddings are trained through them"
-    adapted = tiny_assembly(config(ON, **BESIDE["lora"]))
+    adapted = tiny_assembly(config(ON, **OTHERS["lora"]))
     assert found(adapted)["blocks that keep activations"] == "4/4"
     assert "blocks that keep activations" not in found(tiny_assembly(config(ON)))
 

@@ -24,9 +24,9 @@ from framework.run.state import release
 from framework.run.step import train_step
 from tests.build.adapters.test_adapter import MOE
 from tests.build.levers.test_activations import (
-    BESIDE,
     LEVERS,
     ON,
+    OTHERS,
     STREAM,
     WIDE,
     config,
@@ -49,11 +49,11 @@ def every_size(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         monkeypatch.setattr(module, "LEAST_BYTES", 0)
 
 
-@pytest.mark.parametrize(("lever", "beside"), thinned({"none": {}, **LEVERS}, BESIDE))
-def test_three_steps_are_the_same(lever: dict[str, Any], beside: dict[str, Any]) -> None:
-    assembly = tiny_assembly(config({**lever, **OFF}, **beside))
+@pytest.mark.parametrize(("lever", "others"), thinned({"none": {}, **LEVERS}, OTHERS))
+def test_three_steps_are_the_same(lever: dict[str, Any], others: dict[str, Any]) -> None:
+    assembly = tiny_assembly(config({**lever, **OFF}, **others))
     verify(assembly)
-    same(trained(assembly), plainly(beside))
+    same(trained(assembly), plainly(others))
     assert offloading(assembly.model)[0].moved_bytes > 0
 
 
@@ -93,9 +93,9 @@ def test_weights_stay_and_each_storage_goes_once(lever: dict[str, Any], least: i
         return send(self, tensor, elements)
 
     monkeypatch.setattr(Offload, "_send", noted)
-    for beside in (BESIDE["plain"], BESIDE["autocast"], BESIDE["lora"]):
+    for others in (OTHERS["plain"], OTHERS["autocast"], OTHERS["lora"]):
         sent.clear()
-        assembly = tiny_assembly(config({**lever, **OFF}, **beside))
+        assembly = tiny_assembly(config({**lever, **OFF}, **others))
         held = {t.untyped_storage()._cdata for t in (*assembly.model.parameters(), *assembly.model.buffers())}
         train_step(assembly, [unequal_rows()], 1)
         assert not {address for address, _ in sent} & held

@@ -30,9 +30,9 @@ def test_padding_does_not_change_the_answer_to_a_row(architecture):
     padded = torch.cat([ids, torch.full((2, 4), 7)], 1)
     mask = (torch.arange(13) < 9).long().expand(2, 13)
     with torch.no_grad():
-        alone, beside = model(input_ids=ids).logits, model(input_ids=padded, attention_mask=mask).logits
+        alone, padded_logits = model(input_ids=ids).logits, model(input_ids=padded, attention_mask=mask).logits
         unmasked = model(input_ids=padded).logits
-    assert torch.allclose(alone, beside, atol=1e-6)
+    assert torch.allclose(alone, padded_logits, atol=1e-6)
     assert not torch.allclose(alone, unmasked, atol=1e-3)
 
 

@@ -107,8 +107,8 @@ def test_the_plan_holds_the_gradients_and_waits_for_their_exchange() -> None:
     assert plans[0].step_peak.terms.gradients == plans[1].step_peak.terms.gradients
     assert any("all-reduced after backward" in line for line in plans[1].assumptions)
     computed = StepTime(device=0.1, compute=0.1, memory=0.0, host=0.05)
-    beside, after = (with_gradient_exchange(computed, rehearsal).seconds for rehearsal in (ddp, ours))
+    overlapped, after = (with_gradient_exchange(computed, rehearsal).seconds for rehearsal in (ddp, ours))
     exchange = after - computed.seconds
     assert exchange == pytest.approx(sum(ours.footprint.trained_sizes) / 1e6 / CALIBRATED.card_link)
     assert exchange > 0.1, "too short for this test to tell"
-    assert after - beside == pytest.approx(BACKWARD_SHARE * 0.1 / 2)
+    assert after - overlapped == pytest.approx(BACKWARD_SHARE * 0.1 / 2)

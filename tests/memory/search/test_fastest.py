@@ -136,10 +136,10 @@ def test_what_the_host_has_no_room_for_is_left_out(usable: int, room: int) -> No
 
 def test_where_the_host_cannot_pay_it_is_not_rehearsed() -> None:
     """The card holds the fastest of all candidates."""
-    alone, beside = Arithmetic(), Arithmetic()
+    alone, with_states = Arithmetic(), Arithmetic()
     Search(space_on(80000), alone).run()
-    Search(space_on(80000, FREE | {STATES}, OFF_THE_CARD), beside).run()
-    assert beside.calls == alone.calls
+    Search(space_on(80000, FREE | {STATES}, OFF_THE_CARD), with_states).run()
+    assert with_states.calls == alone.calls
 
 
 def test_what_is_on_the_host_as_written_is_no_last_resort() -> None:

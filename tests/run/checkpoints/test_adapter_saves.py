@@ -135,9 +135,9 @@ def test_modules_trained_whole_of_any_size(method, modules, mode, tmp_path):
     elif mode == "adapter_only":
         model = PeftModel.from_pretrained(base, tmp_path / "final")
     else:
-        beside = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "base_model")
-        assert all(torch.equal(tensor, before[name]) for name, tensor in beside.state_dict().items())
-        model = PeftModel.from_pretrained(beside, tmp_path / "final")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "base_model")
+        assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+        model = PeftModel.from_pretrained(base, tmp_path / "final")
     close(logits(model), expected)
 
 

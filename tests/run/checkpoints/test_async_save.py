@@ -38,7 +38,7 @@ from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 DROPOUT = {**GPT2, "resid_pdrop": 0.2}
 ADAPTED = {"training": {"use_peft": True}, "peft": {"lora_dropout": 0.3}}
-BESIDE = {"async_save": True, "save_steps": 4}
+ASYNC = {"async_save": True, "save_steps": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_an_asynchronous_save_is_byte_for_byte_a_synchronous_one(tmp_path, optim
 
     def write(contents):
         assert stepped.wait(200)  # until the weights are others
-        save_checkpoint(tmp_path / "beside", contents, 5)
+        save_checkpoint(tmp_path / "asynchronous", contents, 5)
 
     for step in (1, 3):
         train_step(assembly, [unequal_rows()], step)
@@ -81,7 +81,7 @@ def test_an_asynchronous_save_is_byte_for_byte_a_synchronous_one(tmp_path, optim
         stepped.set()
         writer.wait()
         stepped.clear()
-    written = files(tmp_path / "beside")
+    written = files(tmp_path / "asynchronous")
     assert len(written) == 8
     assert written == files(tmp_path / "before")
 
@@ -120,7 +120,7 @@ def straight(corpus, tmp_path_factory):  # noqa: F811
 
 
 def test_a_run_learns_and_saves_the_same(corpus, straight, tmp_path, capsys):  # noqa: F811
-    train(config(corpus, tmp_path / "run", training={**BESIDE, "save_total_limit": 5}), quiet=False)
+    train(config(corpus, tmp_path / "run", training={**ASYNC, "save_total_limit": 5}), quiet=False)
     output = capsys.readouterr().err.replace("\n", " ")
     assert "after step 4: training.async_save = true (" in output
     assert "of copies in host memory)" in output
@@ -178,7 +178,7 @@ def test_an_interrupted_run_has_written_what_it_began_and_goes_on_exactly(
         interrupt_after(4, patched)
         slowed(patched, 0.5)
         with pytest.raises(Interrupted, match="after step 4"):
-            train(config(corpus, tmp_path / "run", training=BESIDE))
+            train(config(corpus, tmp_path / "run", training=ASYNC))
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000004"]
     train(config(corpus, tmp_path / "run", training={"save_steps": 4}), resume=True)  # harmless: the same is trained on
     assert metrics(tmp_path / "run") == metrics(straight)
@@ -210,18 +210,18 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
     monkeypatch.setattr(written_module, "save_file", full_disk)
     monkeypatch.setattr(session_module.Session, "_log", until_failed)
     messages = []
-    for name, training in (("beside", BESIDE), ("before", {"save_steps": 4})):  # `reached` stays set
+    for name, training in (("asynchronous", ASYNC), ("before", {"save_steps": 4})):  # `reached` stays set
         with pytest.raises(SaveFailed, match="No space left on device") as caught:
             train(config(corpus, tmp_path / name, training=training))
         first, second = str(caught.value).splitlines()
         messages.append(first.replace(name, "run"))
-        made = 9 if name == "beside" else 8
+        made = 9 if name == "asynchronous" else 8
         assert f"The weights after step {made} are exported" in second
         AutoModelForCausalLM.from_pretrained(tmp_path / name / f"export-step-{made:08d}")
         assert [path.name for path in (tmp_path / name / "checkpoints").iterdir()] == ["step-00000004"]
         assert not (tmp_path / name / "final").exists()
     assert messages[0] == messages[1]
-    assert max(metrics(tmp_path / "beside")) == 9
+    assert max(metrics(tmp_path / "asynchronous")) == 9
     assert max(metrics(tmp_path / "before")) == 8
 
 
@@ -236,7 +236,7 @@ def test_memory_that_runs_out_waits_for_the_writer_and_names_its_checkpoint(corp
 
     monkeypatch.setattr(session_module.Session, "observe", fail)
     with pytest.raises(OutOfMemory, match="there is the checkpoint of step 4 to resume from"):
-        train(config(corpus, tmp_path / "run", training=BESIDE))
+        train(config(corpus, tmp_path / "run", training=ASYNC))
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000004"]
 
 
@@ -281,7 +281,7 @@ def test_killed_while_the_writer_works_the_run_goes_on_from_the_last_complete_ch
     assert left == {"step-00000004", ".step-00000008.incomplete"}
     (folder / "checkpoints" / ".step-00000006.incomplete").mkdir()
     (folder / "checkpoints" / ".parts").mkdir()
-    train(config(corpus, folder, training=BESIDE), resume=True)
+    train(config(corpus, folder, training=ASYNC), resume=True)
     assert metrics(folder) == metrics(straight)
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-00000008", "step-00000012"}
     assert same(final_weights(folder), final_weights(straight))
@@ -306,8 +306,8 @@ def runs_as_rank(corpus, folder) -> None:  # noqa: F811
     trainer.SAMPLE_NEW_TOKENS = 1
     folder = Path(folder)
     for kind, fsdp in KINDS.items():
-        for name in ("before", "beside"):
-            training = {"async_save": name == "beside"}
+        for name in ("before", "asynchronous"):
+            training = {"async_save": name == "asynchronous"}
             train(on_two(corpus, folder / kind / name, training=training, fsdp=fsdp))
     original = written_module.save_file
 
@@ -333,14 +333,14 @@ def test_two_ranks_save_asynchronously_what_they_save_synchronously(corpus, tmp_
     assert "No space" not in both[1].err
     assert [path.name for path in checkpoints(tmp_path / "full")] == ["step-00000004"]
     for kind in KINDS:
-        before, beside = tmp_path / kind / "before", tmp_path / kind / "beside"
-        assert metrics(before) == metrics(beside)
-        one, other = files(before / "checkpoints"), files(beside / "checkpoints")
+        before, asynchronous = tmp_path / kind / "before", tmp_path / kind / "asynchronous"
+        assert metrics(before) == metrics(asynchronous)
+        one, other = files(before / "checkpoints"), files(asynchronous / "checkpoints")
         assert one.keys() == other.keys()
         for name in one:
             if not name.endswith("state.json"):  # which says how it was saved
-                assert parsed(before / "checkpoints" / name) == parsed(beside / "checkpoints" / name)
-        assert {path.name for path in (beside / "checkpoints").iterdir()} == {
+                assert parsed(before / "checkpoints" / name) == parsed(asynchronous / "checkpoints" / name)
+        assert {path.name for path in (asynchronous / "checkpoints").iterdir()} == {
             "step-00000004",
             "step-00000008",
             "step-00000012",
@@ -356,23 +356,23 @@ def plan_of(gpu: str, count: int = 1, **training):
 @pytest.mark.parametrize("gpu", ["cpu", "h100_80gb"])
 def test_the_copies_are_in_the_plan(gpu):
     """On a card host memory alone grows, by what one checkpoint holds; on the CPU it is the device's."""
-    without, beside = plan_of(gpu, save_steps=5), plan_of(gpu, save_steps=5, async_save=True)
+    without, asynchronous = plan_of(gpu, save_steps=5), plan_of(gpu, save_steps=5, async_save=True)
     held = without.checkpoint_bytes
     if gpu == "cpu":
-        assert beside.peak.allocated_bytes - without.peak.allocated_bytes == pytest.approx(held, rel=1e-3)
-        assert beside.host_bytes - without.host_bytes == pytest.approx(held, rel=1e-3)
+        assert asynchronous.peak.allocated_bytes - without.peak.allocated_bytes == pytest.approx(held, rel=1e-3)
+        assert asynchronous.host_bytes - without.host_bytes == pytest.approx(held, rel=1e-3)
     else:
-        assert beside.peak == without.peak
-        during = [made.host_bytes - made.host.end_bytes for made in (beside, without)]
+        assert asynchronous.peak == without.peak
+        during = [made.host_bytes - made.host.end_bytes for made in (asynchronous, without)]
         assert during[0] - planning.HOST_BASE_BYTES == pytest.approx(held, rel=1e-3)
         assert during[0] > during[1]
 
 
 def test_of_ranks_that_hold_copies_the_first_alone_copies():
-    made = [plan_of("h100_80gb", count=2, save_steps=5, async_save=beside) for beside in (False, True)]
-    without, beside = made
-    assert beside.host_bytes - planning.HOST_BASE_BYTES == pytest.approx(beside.checkpoint_bytes, rel=1e-3)
-    assert beside.host.other_bytes == without.host.other_bytes
+    made = [plan_of("h100_80gb", count=2, save_steps=5, async_save=asynchronous) for asynchronous in (False, True)]
+    without, asynchronous = made
+    assert asynchronous.host_bytes - planning.HOST_BASE_BYTES == pytest.approx(asynchronous.checkpoint_bytes, rel=1e-3)
+    assert asynchronous.host.other_bytes == without.host.other_bytes
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_it_is_refused_without_anything_to_overlap(training, reason):
 
 def test_it_is_refused_where_the_rows_are_fewer_steps(corpus, tmp_path):  # noqa: F811
     """Known when the rows are read, before any weight is loaded."""
-    epochs = {**BESIDE, "max_steps": None, "num_train_epochs": 1, "save_steps": 10_000}
+    epochs = {**ASYNC, "max_steps": None, "num_train_epochs": 1, "save_steps": 10_000}
     with pytest.raises(RequestError, match=r"the only save is at the end, after \d+ steps") as caught:
         train(config(corpus, tmp_path / "run", training=epochs))
     assert caught.value.problems[0].key == "training.async_save"

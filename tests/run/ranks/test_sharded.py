@@ -69,7 +69,7 @@ def saved(folder: Path, assembly: Any, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}"
 
 
-def beside(folder: Path, assembly: Any, step: int, group: Any) -> str:
+def save_asynchronously(folder: Path, assembly: Any, step: int, group: Any) -> str:
     """A checkpoint as `training.async_save` makes one, written while later steps are made. Returns what went wrong."""
     ranks = assembly.ranks
     if ranks.is_main:
@@ -99,12 +99,12 @@ def beside(folder: Path, assembly: Any, step: int, group: Any) -> str:
     return ""
 
 
-def look_beside(ranks: Ranks, folder: Path, found: dict[str, Any]) -> None:
+def look_asynchronous(ranks: Ranks, folder: Path, found: dict[str, Any]) -> None:
     group = writers_group()
     assembly = sharded(case(2, folder), ranks)
     trained(assembly, [1, 2])
     saved(folder / "before", assembly, 2)
-    found["beside"] = beside(folder / "beside", assembly, 2, group)
+    found["asynchronous"] = save_asynchronously(folder / "asynchronous", assembly, 2, group)
     original = written_module.save_file
 
     def full_disk(tensors: Any, file: Path, **options: Any) -> None:
@@ -113,13 +113,13 @@ def look_beside(ranks: Ranks, folder: Path, found: dict[str, Any]) -> None:
         original(tensors, file, **options)
 
     written_module.save_file = full_disk
-    found["full disk"] = beside(folder / "beside", assembly, 5, group)
+    found["full disk"] = save_asynchronously(folder / "asynchronous", assembly, 5, group)
     written_module.save_file = original
     gathered = case(2, folder)
     gathered = gathered.model_copy(update={"fsdp": gathered.fsdp.model_copy(update={"state_dict_type": GATHERED})})
     assembly = sharded(gathered, ranks)
     trained(assembly, [1, 2])
-    found["gathered"] = beside(folder / "gathered", assembly, 2, group)
+    found["gathered"] = save_asynchronously(folder / "gathered", assembly, 2, group)
 
 
 def parsed(file: Path) -> tuple[Any, bytes]:
@@ -151,7 +151,7 @@ def look(optimizers: Sequence[Optimizer], ranks: Ranks, folder: Path) -> dict[st
         step = load_checkpoint(checkpoint, again)
         resumed, _ = trained(again, [3, 4])
         found["optimizers"][str(optimizer)] = {"straight": straight, "resumed": resumed, "step": step}
-    look_beside(ranks, folder, found)
+    look_asynchronous(ranks, folder, found)
     from_one = sharded(case(2, folder), ranks)
     load_checkpoint(folder / "one" / "checkpoints" / "step-00000002", from_one)
     found["from one"], _ = trained(from_one, [3, 4])
@@ -254,10 +254,10 @@ def test_a_prompt_is_exported_whole(found):
 
 def test_shards_written_asynchronously_are_those_written_synchronously(found):
     folder, ranks = found
-    assert [rank["beside"] for rank in ranks] == ["", ""]
+    assert [rank["asynchronous"] for rank in ranks] == ["", ""]
     one, other = (
         {file.name: parsed(file) for file in (folder / name / "checkpoints" / "step-00000002").rglob("*.*")}
-        for name in ("before", "beside")
+        for name in ("before", "asynchronous")
     )
     assert len(one) == 4  # two parts, state, random states
     assert one == other
@@ -268,7 +268,7 @@ def test_a_rank_that_cannot_write_asynchronously_is_named_on_every_rank(found):
     for rank in ranks:
         assert "rank 1 could not write" in rank["full disk"]
         assert "No space left on device" in rank["full disk"]
-    assert [path.name for path in checkpoints(folder / "beside")] == ["step-00000002"]
+    assert [path.name for path in checkpoints(folder / "asynchronous")] == ["step-00000002"]
 
 
 def test_what_the_first_rank_gathers_and_writes_asynchronously_equals_the_shards_together(found):

@@ -96,15 +96,15 @@ def test_equal_blocks_are_captured_once_and_others_again(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beside", [{}, slow({"enable_gradient_checkpointing": True})], ids=["kept", "checkpointed"])
-def test_a_rehearsal_may_use_what_another_captured_and_plans_the_same(beside: dict[str, Any]) -> None:
+@pytest.mark.parametrize("others", [{}, slow({"enable_gradient_checkpointing": True})], ids=["kept", "checkpointed"])
+def test_a_rehearsal_may_use_what_another_captured_and_plans_the_same(others: dict[str, Any]) -> None:
     kept: compiled_blocks.Kept = {}
     deeper = {**LLAMA, "num_hidden_layers": 4}
     rehearsed(LLAMA, kept, compile=True)
     [captures] = kept.values()
     before = dict(captures)
     chunked = {"chunked_loss": 16}
-    plans = [make_plan(rehearsed(deeper, memory, chunked, compile=True, **beside)) for memory in (kept, None)]
+    plans = [make_plan(rehearsed(deeper, memory, chunked, compile=True, **others)) for memory in (kept, None)]
     assert plans[0] == plans[1]
     assert captures == before
     plans = [make_plan(rehearsed(deeper, memory, compile=True, activation_memory_budget=0.5)) for memory in (kept, {})]
