@@ -129,7 +129,7 @@ def _rates(t: Translation) -> None:
 
 def _sharding(t: Translation) -> None:
     source = t.source
-    carry_deepspeed_file(t, "deepspeed")
+    carry_deepspeed_file(t)
     flags = [flag for text in source.strings("fsdp") for flag in text.upper().split()]
     keys = {key.rpartition(".")[2].removeprefix("fsdp_"): key for key in source.below("fsdp_config")}
     if flags or keys:

@@ -38,7 +38,7 @@ def translate(t: Translation) -> None:
     carry_steps(t, "max_steps")
     carry_attention(t, "flash_attn")
     carry_trackers(t, "report_to")
-    carry_deepspeed_file(t, "deepspeed")
+    carry_deepspeed_file(t)
     if t.has("training.task", "pretrain"):
         apply(t, rows["pretrain"], TOOL)
     if t.has("training.task", "preference"):

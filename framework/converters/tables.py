@@ -201,8 +201,9 @@ def carry_trackers(t: Translation, key: str) -> None:
             t.leave(key, Why.ABSENT, f"of {name}: trackers are {', '.join(Tracker)}")
 
 
-def carry_deepspeed_file(t: Translation, key: str) -> None:
+def carry_deepspeed_file(t: Translation) -> None:
     """A file of DeepSpeed settings, whose name gives the stage: the separate file is not read."""
+    key = "deepspeed"
     word = t.source.text(key)
     if not word:
         return

@@ -167,11 +167,11 @@ class Translation:
         """Set our key to a value made of these keys of theirs (those present)."""
         self.entries[ours] = Entry(value, tuple(key for key in of if key in self.source.leaves), comment)
 
-    def carry(self, theirs: str, ours: str, change: Callable[[Any], Any] | None = None, comment: str = "") -> None:
+    def carry(self, theirs: str, ours: str, change: Callable[[Any], Any] | None = None) -> None:
         """Set our key to their value, converted or unchanged, if present."""
         value = self.source.get(theirs)
         if value is not None:
-            self.put(ours, change(value) if change else value, theirs, comment=comment)
+            self.put(ours, change(value) if change else value, theirs)
 
     def leave(self, key: str, why: Why, text: str = "") -> None:
         """Leave a value, or all of a section. Absent values are ignored."""

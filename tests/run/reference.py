@@ -1,7 +1,7 @@
 """The step that the rows of tests/calibration were measured with, on tensors without storage.
 
 Models are built from the same configs, and the step is `model(labels=...)`, backward, clip, optimizer,
-zero_grad, so that pretending, tracking and replaying can be judged apart from the product's own step.
+zero_grad, so that the fake device, tracking and replaying can be tested without the product's own step.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from framework.memory.allocator import CachingAllocator, Peak, replay
 from framework.memory.trace import Kind, Trace
-from framework.run.rehearsal.fake_device import pretend
+from framework.run.rehearsal.fake_device import fake_device
 from framework.run.rehearsal.tracker import Tracker
 from framework.schema.gpu import GPUParams
 
@@ -163,7 +163,7 @@ def train_step(row: Row, model: Any, optimizer: torch.optim.Optimizer, observe: 
 
 def rehearse_row(row: Row, steps: int = 2, card: GPUParams = H100) -> tuple[Trace, list[Peak]]:
     """Trace and peaks of `steps` steps of a measured row."""
-    with pretend(card) as mode:
+    with fake_device(card) as mode:
         model = build_model(row)
         optimizer = build_optimizer(row, model)
         tracker = Tracker(card, vocabulary=model.config.vocab_size, padded=row["padding"])

@@ -182,7 +182,9 @@ def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place:
     saved = list(params.lora_modules_to_save) or None
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     if method is PeftMethod.IA3:
-        narrowing = _feedforward(model, named)
+        # IA3 scales their input instead of their output
+        hidden = model.config.get_text_config().hidden_size
+        narrowing = [name for name in named if _narrows(model.get_submodule(name), hidden)]
         return IA3Config(
             task_type=kind,
             target_modules=named,
@@ -257,12 +259,8 @@ def _check_blocks(size: int, model: PreTrainedModel, names: list[str]) -> None:
         raise RequestError([Problem("peft.oft_block_size", message, expected=expected)])
 
 
-def _feedforward(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Targets whose input IA3 scales instead of their output: those that project back from a wider layer."""
-    return [name for name in names if _narrows(model.get_submodule(name), model.config.get_text_config().hidden_size)]
-
-
 def _narrows(module: nn.Module, hidden: int) -> bool:
+    """Whether a layer projects back from a wider one."""
     if isinstance(module, Conv1D):
         return bool(module.nf == hidden and module.weight.shape[0] > hidden)
     return bool(getattr(module, "out_features", 0) == hidden and getattr(module, "in_features", 0) > hidden)

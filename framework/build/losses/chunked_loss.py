@@ -91,11 +91,6 @@ def new_losses(hidden: Tensor, targets: Tensor) -> Tensor:
     return torch.empty(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
 
 
-def adds_wider(total: Tensor, grad: Tensor) -> bool:
-    """Whether a product of `grad` can be added to a float32 total inside cuBLAS, without a half-precision product."""
-    return total.dtype == torch.float32 and grad.device.type == "cuda" and torch.version.hip is None
-
-
 class HeadGradients:
     """Gradients of a linear head's inputs and weights, accumulated over chunks; None if not needed."""
 
@@ -118,7 +113,8 @@ class HeadGradients:
             return
         if self.weight.dtype == grad.dtype:  # avoids a temporary as large as the weight
             self.weight.addmm_(grad.t(), rows)
-        elif adds_wider(self.weight, grad):
+        elif self.weight.dtype == torch.float32 and grad.device.type == "cuda" and torch.version.hip is None:
+            # cuBLAS adds the product to a float32 total without a half-precision product
             torch.addmm(self.weight, grad.t(), rows, out_dtype=self.weight.dtype, out=self.weight)
         else:
             self.weight += grad.t() @ rows

@@ -23,10 +23,6 @@ def _sgd(training: TrainingParams, groups: Groups, trained: Trained) -> torch.op
     return torch.optim.SGD(groups, lr=training.learning_rate, momentum=momentum, foreach=trained.foreach)
 
 
-def _sgd_states(training: TrainingParams, looked: Looked) -> Iterable[State]:
-    return [("momentum_buffer", looked.dtype)] if training.sgd_momentum else []
-
-
 def _adafactor(training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
     from transformers.optimization import Adafactor  # behind it, peft: seconds to import
 
@@ -48,6 +44,10 @@ _MOMENTS = in_its_dtype("exp_avg", "exp_avg_sq")
 ROWS = {
     Optimizer.ADAMW_TORCH: Row(partial(_adamw, False), lambda made: _is_adamw(made, fused=False), _MOMENTS),
     Optimizer.ADAMW_TORCH_FUSED: Row(partial(_adamw, True), lambda made: _is_adamw(made, fused=True), _MOMENTS),
-    Optimizer.SGD: Row(_sgd, lambda made: type(made) is torch.optim.SGD, _sgd_states),
+    Optimizer.SGD: Row(
+        _sgd,
+        lambda made: type(made) is torch.optim.SGD,
+        lambda training, looked: [("momentum_buffer", looked.dtype)] if training.sgd_momentum else [],
+    ),
     Optimizer.ADAFACTOR: Row(_adafactor, lambda made: type(made).__name__ == "Adafactor", _adafactor_states),
 }

@@ -36,7 +36,7 @@ from framework.build.levers.compiled import WHOLE, Region, compiled_regions
 from framework.errors import RequestError
 from framework.run.rehearsal.block_settings import block_settings
 from framework.run.rehearsal.compiled_graph import GraphReplay
-from framework.run.rehearsal.fake_device import PretendedCard
+from framework.run.rehearsal.fake_device import FakeDeviceMode
 from framework.run.rehearsal.tracker import Tracker
 from framework.schema.choices import CompileScope
 
@@ -53,7 +53,7 @@ class CompiledBlocks:
     are not captured, or the graph could not be.
     """
 
-    mode: PretendedCard
+    mode: FakeDeviceMode
     budget: float | None
     tracker: Tracker
     captures: "dict[Any, Capture]" = field(default_factory=dict)
@@ -183,7 +183,7 @@ Kept = dict[str, dict[Any, Capture]]
 """Captures of earlier rehearsals in this process, by their `block_settings`."""
 
 
-def plan_compiled_blocks(assembly: Assembly, mode: PretendedCard, tracker: Tracker, kept: Kept) -> CompiledBlocks:
+def plan_compiled_blocks(assembly: Assembly, mode: FakeDeviceMode, tracker: Tracker, kept: Kept) -> CompiledBlocks:
     """Replace the compiled calls of an assembled rehearsal by replays of their graphs. Captures are reused from and
     added to `kept`."""
     training = assembly.config.training

@@ -49,18 +49,14 @@ def is_on_card(tensor: torch.Tensor) -> bool:
     return bool(_DEVICE.__get__(tensor).type == "meta")
 
 
-def pretended_device(card: GPUParams) -> torch.device:
-    """The device that meta tensors claim to be on."""
-    return torch.device("cpu") if card.name == CPU else torch.device("cuda", 0)
-
-
-class PretendedCard(TorchFunctionMode):
-    """The function mode. `read_values` lists the operations that asked for a tensor's values on the host."""
+class FakeDeviceMode(TorchFunctionMode):
+    """Function mode in which meta tensors claim to be on `device`. `read_values` lists the operations that asked for a
+    tensor's values on the host."""
 
     def __init__(self, card: GPUParams) -> None:
         super().__init__()
         self.card = card
-        self.device = pretended_device(card)
+        self.device = torch.device("cpu") if card.name == CPU else torch.device("cuda", 0)
         self.autocast = Autocast(self.device.type, is_on_card)
         self.read_values: list[str] = []
         self.on_empty_cache: Callable[[], None] = lambda: None
@@ -141,14 +137,14 @@ class PretendedCard(TorchFunctionMode):
 
 
 _TENSOR_METHODS: Mapping[str, Callable[..., Any]] = {
-    "get_device": PretendedCard._get_device,
-    "normal_": PretendedCard._draw,
-    "uniform_": PretendedCard._draw,
-    "cuda": PretendedCard._move_to_card,
-    "to": PretendedCard._move,
-    "cpu": PretendedCard._read,
-    "numpy": PretendedCard._read,
-    "tolist": PretendedCard._read,
+    "get_device": FakeDeviceMode._get_device,
+    "normal_": FakeDeviceMode._draw,
+    "uniform_": FakeDeviceMode._draw,
+    "cuda": FakeDeviceMode._move_to_card,
+    "to": FakeDeviceMode._move,
+    "cpu": FakeDeviceMode._read,
+    "numpy": FakeDeviceMode._read,
+    "tolist": FakeDeviceMode._read,
 }
 
 
@@ -283,7 +279,7 @@ class _NoDeviceGuard(contextlib.nullcontext[None]):
         super().__init__()
 
 
-def _patch_cuda(patches: Patches, mode: PretendedCard) -> None:
+def _patch_cuda(patches: Patches, mode: FakeDeviceMode) -> None:
     """Answer libraries' queries of torch.cuda with the facts of the card."""
     card = mode.card
     major, minor = capability_of(card.capability) if card.capability is not None else (0, 0)
@@ -324,7 +320,7 @@ def _patch_kernels(patches: Patches) -> None:
                 patches.set(owner, name, lambda devices=devices: devices)
 
 
-def _patch_autograd(patches: Patches, mode: PretendedCard) -> None:
+def _patch_autograd(patches: Patches, mode: FakeDeviceMode) -> None:
     """Keep the mode active during backward, where checkpoints recompute and hooks run but torch has popped it."""
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -349,9 +345,9 @@ def _patch_autograd(patches: Patches, mode: PretendedCard) -> None:
 
 
 @contextlib.contextmanager
-def pretend(card: GPUParams) -> Iterator[PretendedCard]:
+def fake_device(card: GPUParams) -> Iterator[FakeDeviceMode]:
     """Put meta tensors on `card` within the block. All patches are undone at its end."""
-    mode = PretendedCard(card)
+    mode = FakeDeviceMode(card)
     patches = Patches()
     try:
         if mode.device.type == "cuda":

@@ -27,7 +27,7 @@ _COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward")
 
 
 @contextlib.contextmanager
-def pretend_ranks(card: GPUParams, world: int, tracker: Tracker, offloads: bool) -> Iterator[None]:
+def fake_ranks(card: GPUParams, world: int, tracker: Tracker, offloads: bool) -> Iterator[None]:
     """Make this process rank 0 of `world` within the block, one card each. All patches are undone at its end.
 
     `offloads`: shards of weights, gradients and states are in host memory, where the optimizer steps.

@@ -30,7 +30,7 @@ from framework.memory.resolve import describe_float16
 from framework.memory.trace import Kind, Rehearsal, Space, Trace
 from framework.run.components import MOST_BATCHES, Input, components_step
 from framework.run.evaluate import completion_step, evaluate
-from framework.run.rehearsal.fake_device import pretend
+from framework.run.rehearsal.fake_device import fake_device
 from framework.run.rehearsal.footprint import placed_states, read_footprint, record_load, state_tensors
 from framework.run.rehearsal.tracker import Tracker
 from framework.run.state import copied_to_host, trained_state
@@ -45,16 +45,16 @@ REHEARSED_MICRO_BATCHES = 2
 """The first micro-batch creates the gradients, the second adds to them; all others are like the second."""
 
 
-def rehearse(config: TrainingConfig, kept: "Kept | None" = None) -> Plan:
-    """Plan a composed config, per device. Raises RequestError for problems that show only in the built model.
-
-    `kept` holds compiled blocks captured by earlier rehearsals; new ones are added.
-    """
-    return make_plan(record(config, kept))
+def rehearse(config: TrainingConfig) -> Plan:
+    """Plan a composed config, per device. Raises RequestError for problems that show only in the built model."""
+    return make_plan(record(config))
 
 
 def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
-    """Build a config without storage and record evaluation and two of its steps. `kept` as in `rehearse`."""
+    """Build a config without storage and record evaluation and two of its steps.
+
+    `kept` holds compiled blocks captured by earlier rehearsals; new ones are added.
+    """
     refuse_impossible(config, devices="any")
     config, architecture = settle(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
@@ -72,9 +72,9 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     ranks = rehearsed_ranks(config)
     several: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if ranks.world > 1:
-        from framework.run.rehearsal.fake_ranks import pretend_ranks
+        from framework.run.rehearsal.fake_ranks import fake_ranks
 
-        several = pretend_ranks(config.gpu, ranks.world, tracker, config.fsdp.is_on_host)
+        several = fake_ranks(config.gpu, ranks.world, tracker, config.fsdp.is_on_host)
     launches: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     launched: tuple[str, ...] = ()
     if config.model.enable_liger_kernel is True:
@@ -82,7 +82,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
 
         launches, launched = noted_launches(tracker.record_launch), (NOTE,)
     own = listening(tracker.record_launch)
-    with _no_garbage_collection(), pretend(config.gpu) as mode, several, launches, own:
+    with _no_garbage_collection(), fake_device(config.gpu) as mode, several, launches, own:
         with torch.device(place.device):  # so that adapters also have no storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000, ranks)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)

@@ -8,7 +8,7 @@ from torch import Tensor
 from framework.build.attention.kernels import Attended, choose_kernel
 from framework.build.attention.ring_attention import _merged
 from framework.errors import RequestError
-from framework.run.rehearsal.fake_device import pretend
+from framework.run.rehearsal.fake_device import fake_device
 from framework.schema.choices import SdpaBackend
 from framework.schema.gpu import GPUParams
 
@@ -73,7 +73,7 @@ def test_two_sets_of_keys_give_what_all_of_them_do(device, dtype, exact, name, t
 )
 def test_the_kernel_is_one_that_the_card_has(capability, dtype, width, able):
     query, odd = (torch.empty(1, 1, 4, size, dtype=dtype, device="meta") for size in (width, 6))
-    with pretend(GPUParams(name="a card", capability=capability)):
+    with fake_device(GPUParams(name="a card", capability=capability)):
         assert choose_kernel(query).name == able.split()[0]
         for backend in SdpaBackend:
             if backend in able.split():

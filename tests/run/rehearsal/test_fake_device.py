@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.run.rehearsal.fake_device import is_on_card, pretend
+from framework.run.rehearsal.fake_device import fake_device, is_on_card
 from framework.schema.gpu import GPUParams
 from tests.run.reference import H100
 
@@ -36,7 +36,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_meta_tensors_claim_the_card() -> None:
-    with pretend(H100):
+    with fake_device(H100):
         tensor = torch.empty(2, device="cuda")
         assert tensor.device == torch.device("cuda", 0)
         assert tensor.is_cuda
@@ -51,7 +51,7 @@ def test_meta_tensors_claim_the_card() -> None:
 
 
 def test_without_a_card_they_claim_the_cpu() -> None:
-    with pretend(CPU):
+    with fake_device(CPU):
         tensor = torch.empty(2, device="cpu")
         assert tensor.device.type == "cpu"
         assert not tensor.is_cuda
@@ -59,7 +59,7 @@ def test_without_a_card_they_claim_the_cpu() -> None:
 
 
 def watched() -> dict[str, object]:
-    """Everything that `pretend` replaces."""
+    """Everything that `fake_device` replaces."""
     names = "is_bf16_supported get_device_capability get_device_properties current_device device_count device"
     cuda = {name: getattr(torch.cuda, name) for name in [*names.split(), "is_current_stream_capturing", "synchronize"]}
     owners = [importlib.import_module(name) for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")]
@@ -81,7 +81,7 @@ def test_everything_is_put_back_even_after_an_error() -> None:
     during = {}
 
     def fail() -> None:
-        with pretend(H100):
+        with fake_device(H100):
             during.update(watched())
             raise RuntimeError("stop")
 
@@ -100,7 +100,7 @@ def test_everything_is_put_back_even_after_an_error() -> None:
     ],
 )
 def test_attention_takes_the_kernel_of_the_card(card: GPUParams, kernel: str) -> None:
-    with pretend(card), Operators() as operators:
+    with fake_device(card), Operators() as operators:
         query, key = (torch.empty(2, 4, 32, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in "qk")
         functional.scaled_dot_product_attention(query, key, key, is_causal=True).sum().backward()
     assert kernel in operators.names()
@@ -123,12 +123,12 @@ def test_heads_that_no_kernel_broadcasts_are_multiplied_out_as_torch_does_it() -
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         expected = attend("cpu")
-    with pretend(H100):
+    with fake_device(H100):
         assert attend("meta") == expected
 
 
 def test_attention_pads_a_head_that_flash_does_not_take() -> None:
-    with pretend(A100), Operators() as operators:
+    with fake_device(A100), Operators() as operators:
         query = torch.empty(2, 4, 32, 12, dtype=torch.bfloat16, device="meta")
         output = functional.scaled_dot_product_attention(query, query, query)
     assert output.shape == query.shape
@@ -136,21 +136,21 @@ def test_attention_pads_a_head_that_flash_does_not_take() -> None:
 
 
 def test_dropout_keeps_a_mask_of_one_byte() -> None:
-    with pretend(H100), Operators() as operators:
+    with fake_device(H100), Operators() as operators:
         functional.dropout(torch.empty(8, device="meta"), 0.1, training=True)
         functional.dropout(torch.empty(8, device="meta"), 0.1, training=False)
     assert operators.names().count("native_dropout") == 1
 
 
 def test_values_that_nobody_has_are_zeros_and_are_noted() -> None:
-    with pretend(H100) as mode:
+    with fake_device(H100) as mode:
         assert torch.ones(3, device="cuda").tolist() == [0.0, 0.0, 0.0]
         assert torch.ones(3, device="cuda").cpu().shape == (3,)
     assert mode.read_values == ["tolist", "cpu"]
 
 
 def test_autocast_casts_each_weight_once_and_forgets_it_at_the_end() -> None:
-    with pretend(H100) as mode, warnings.catch_warnings():
+    with fake_device(H100) as mode, warnings.catch_warnings():
         warnings.simplefilter("error")
         cast: list[torch.Tensor] = []
         mode.autocast.on_weight_cast = cast.append
@@ -165,7 +165,7 @@ def test_autocast_casts_each_weight_once_and_forgets_it_at_the_end() -> None:
 
 
 def test_autocast_follows_its_lists() -> None:
-    with pretend(H100), torch.autocast("cuda", dtype=torch.bfloat16):
+    with fake_device(H100), torch.autocast("cuda", dtype=torch.bfloat16):
         half = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
         norm = torch.ones(8, device="cuda")
         assert functional.layer_norm(half, (8,), norm).dtype == torch.float32
@@ -180,7 +180,7 @@ def test_autocast_follows_its_lists() -> None:
 
 
 def test_frozen_weights_are_cast_every_time() -> None:
-    with pretend(H100) as mode, torch.autocast("cuda", dtype=torch.bfloat16), Operators() as operators:
+    with fake_device(H100) as mode, torch.autocast("cuda", dtype=torch.bfloat16), Operators() as operators:
         mode.autocast.on_weight_cast = lambda copy: pytest.fail("a frozen weight is not cached")
         weight = torch.empty(8, 8, device="cuda")
         for _ in range(2):
@@ -195,7 +195,7 @@ def test_a_checkpoint_recomputes_on_the_card_in_backward() -> None:
         devices.append(rows.device.type)
         return functional.scaled_dot_product_attention(rows, rows, rows)
 
-    with pretend(H100), Operators() as operators:
+    with fake_device(H100), Operators() as operators:
         rows = torch.empty(1, 2, 16, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         torch.utils.checkpoint.checkpoint(block, rows, use_reentrant=False).sum().backward()
     assert devices == ["cuda", "cuda"]
@@ -204,7 +204,7 @@ def test_a_checkpoint_recomputes_on_the_card_in_backward() -> None:
 
 def test_optimizers_take_their_fused_and_foreach_kernels() -> None:
     for options, kernel in (({"fused": True}, "_fused_adamw_"), ({"foreach": True}, "_foreach_lerp_")):
-        with pretend(H100), Operators() as operators:
+        with fake_device(H100), Operators() as operators:
             weight = torch.nn.Parameter(torch.empty(4, device="cuda"))
             weight.grad = torch.empty(4, device="cuda")
             optimizer = torch.optim.AdamW([weight], **options)
@@ -227,6 +227,6 @@ def test_a_weight_that_was_cast_where_nothing_is_recorded_still_gets_its_gradien
                 product = functional.linear(rows, weight)
         return product.requires_grad, len(kept)
 
-    with pretend(H100):
+    with fake_device(H100):
         rehearsed = used_twice("cuda")
     assert rehearsed == used_twice("cpu") == (True, 1)

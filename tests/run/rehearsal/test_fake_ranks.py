@@ -1,4 +1,4 @@
-"""Pretending to be one rank of several leaves nothing behind, and tells streams apart."""
+"""A fake process group leaves nothing behind, and its streams are distinguished."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from framework.memory.trace import Kind
-from framework.run.rehearsal.fake_device import pretend
-from framework.run.rehearsal.fake_ranks import pretend_ranks
+from framework.run.rehearsal.fake_device import fake_device
+from framework.run.rehearsal.fake_ranks import fake_ranks
 from framework.run.rehearsal.tracker import Tracker
 from framework.schema.gpu import GPUParams
 
@@ -19,7 +19,7 @@ PATCHED = ("unshard", "wait_for_unshard", "post_backward")
 def test_all_is_as_it_was_afterwards(offloads):
     before = [getattr(FSDPParamGroup, name) for name in PATCHED]
     stream, event = torch.cuda.Stream, torch.Event
-    with pretend(CARD), pretend_ranks(CARD, 4, Tracker(CARD), offloads):
+    with fake_device(CARD), fake_ranks(CARD, 4, Tracker(CARD), offloads):
         assert dist.get_world_size() == 4
         assert dist.get_rank() == 0
         assert torch.cuda.Stream is not stream
@@ -30,13 +30,13 @@ def test_all_is_as_it_was_afterwards(offloads):
 
 
 def test_one_rank_needs_no_group():
-    with pretend_ranks(CARD, 1, Tracker(CARD), False):
+    with fake_ranks(CARD, 1, Tracker(CARD), False):
         assert not dist.is_initialized()
 
 
 def test_what_is_born_in_a_stream_is_of_its_pool():
     tracker = Tracker(CARD)
-    with pretend(CARD), pretend_ranks(CARD, 2, tracker, False), tracker:
+    with fake_device(CARD), fake_ranks(CARD, 2, tracker, False), tracker:
         own = torch.empty(8, device="cuda")
         with torch.cuda.stream(torch.cuda.Stream()), tracker.communicating():
             gathered = torch.empty(8, device="cuda")

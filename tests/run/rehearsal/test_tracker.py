@@ -7,7 +7,7 @@ import torch.utils.checkpoint
 
 from framework.memory.allocator import CachingAllocator, replay
 from framework.memory.trace import Kind, Space, Trace
-from framework.run.rehearsal.fake_device import pretend
+from framework.run.rehearsal.fake_device import fake_device
 from framework.run.rehearsal.tracker import Tracker
 from tests.run.reference import H100
 
@@ -30,7 +30,7 @@ def living(trace: Trace) -> dict[Kind, list[int]]:
 
 
 def test_views_are_no_births_and_storages_die_with_their_last_view() -> None:
-    with pretend(H100), Tracker(H100) as tracker:
+    with fake_device(H100), Tracker(H100) as tracker:
         tracker.observe("forward")
         tensor = torch.empty(4, 4, device="cuda")
         view = tensor.t()[0]
@@ -42,7 +42,7 @@ def test_views_are_no_births_and_storages_die_with_their_last_view() -> None:
 
 
 def test_what_does_not_outlive_forward_was_temporary() -> None:
-    with pretend(H100), Tracker(H100) as tracker:
+    with fake_device(H100), Tracker(H100) as tracker:
         tracker.observe("forward")
         torch.empty(4, device="cuda").relu_()
         kept = torch.empty(8, device="cuda")
@@ -53,7 +53,7 @@ def test_what_does_not_outlive_forward_was_temporary() -> None:
 
 def test_every_kind_of_a_small_step() -> None:
     tracker = Tracker(H100, vocabulary=32)
-    with pretend(H100) as mode:
+    with fake_device(H100) as mode:
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
         weight = torch.nn.Parameter(torch.empty(32, 16, device="cuda"))
         optimizer = torch.optim.AdamW([weight], fused=True)
@@ -82,7 +82,7 @@ def test_every_kind_of_a_small_step() -> None:
 
 
 def test_cublas_takes_a_workspace_in_forward_and_another_in_backward() -> None:
-    with pretend(H100), Tracker(H100) as tracker:
+    with fake_device(H100), Tracker(H100) as tracker:
         weight = torch.empty(8, 8, device="cuda", requires_grad=True)
         for _ in range(2):
             (torch.empty(4, 8, device="cuda") @ weight).sum().backward()
@@ -95,7 +95,7 @@ def peak_of_sum(view: bool) -> float:
     The gradient of a matrix product's right side is a transposed view of what the product returned; that of a
     multiplication is not.
     """
-    with pretend(H100), Tracker(H100) as tracker:
+    with fake_device(H100), Tracker(H100) as tracker:
         weight = torch.empty(512, 512, device="cuda", requires_grad=True)
         rows = torch.empty(4, 512, device="cuda")
         scale = torch.empty(512, 512, device="cuda")
@@ -144,7 +144,7 @@ def test_the_rule_of_in_place_sums_is_that_of_the_real_engine(view: bool) -> Non
 
 
 def test_checkpoints_recompute_activations() -> None:
-    with pretend(H100), Tracker(H100) as tracker:
+    with fake_device(H100), Tracker(H100) as tracker:
         tracker.observe("forward")
         rows = torch.empty(1 << 10, device="cuda", requires_grad=True)
         out = torch.utils.checkpoint.checkpoint(lambda x: (x.sin() * x.cos()).sum(), rows, use_reentrant=False)
@@ -156,7 +156,7 @@ def test_checkpoints_recompute_activations() -> None:
 
 
 def test_a_resized_storage_is_freed_and_filled_again() -> None:
-    with pretend(H100), Tracker(H100) as tracker:
+    with fake_device(H100), Tracker(H100) as tracker:
         tensor = torch.empty(1000, device="cuda")
         tensor.untyped_storage().resize_(0)
         tensor.untyped_storage().resize_(4000)
@@ -172,7 +172,7 @@ def test_a_resized_storage_is_freed_and_filled_again() -> None:
 def test_a_quantized_weight_is_unpacked_before_the_result_of_its_product_is_there() -> None:
     """A cached block of the weight's size is then the weight's, not the result's."""
     pytest.importorskip("bitsandbytes")
-    with pretend(H100), Tracker(H100) as tracker:
+    with fake_device(H100), Tracker(H100) as tracker:
         tracker.observe("forward")
         rows = torch.empty(4096, 512, dtype=torch.bfloat16, device="cuda")
         packed = torch.empty(256 * 512 // 2, 1, dtype=torch.uint8, device="cuda")
@@ -184,7 +184,7 @@ def test_a_quantized_weight_is_unpacked_before_the_result_of_its_product_is_ther
 
 
 def test_a_copy_to_the_host_takes_host_memory_in_the_trace_and_none_here() -> None:
-    with pretend(H100), Tracker(H100) as tracker:
+    with fake_device(H100), Tracker(H100) as tracker:
         copy = torch.empty(1 << 20, device="cuda").to("cpu")
         assert copy.untyped_storage().nbytes() == 4
     assert tracker.trace.spaces[1] is Space.HOST
@@ -192,7 +192,7 @@ def test_a_copy_to_the_host_takes_host_memory_in_the_trace_and_none_here() -> No
 
 
 def test_questions_about_values_are_answered_as_without_padding() -> None:
-    with pretend(H100):
+    with fake_device(H100):
         with Tracker(H100) as tracker:
             assert bool((torch.ones(3, device="cuda") == 1).all())
             assert torch.ones(1, device="cuda").item() == 1.0
@@ -202,7 +202,7 @@ def test_questions_about_values_are_answered_as_without_padding() -> None:
 
 
 def test_operations_carry_flops_and_bytes() -> None:
-    with pretend(H100), Tracker(H100) as tracker:
+    with fake_device(H100), Tracker(H100) as tracker:
         left = torch.empty(64, 32, device="cuda", dtype=torch.bfloat16)
         right = torch.empty(32, 16, device="cuda", dtype=torch.bfloat16)
         left @ right
@@ -216,7 +216,7 @@ def test_operations_carry_flops_and_bytes() -> None:
 
 def test_causal_attention_counts_half_the_scores() -> None:
     def flops(causal: bool) -> int:
-        with pretend(H100), Tracker(H100) as tracker:
+        with fake_device(H100), Tracker(H100) as tracker:
             query = torch.empty(1, 2, 64, 16, device="cuda", dtype=torch.bfloat16)
             functional.scaled_dot_product_attention(query, query, query, is_causal=causal)
         return max(operation.flops for operation in tracker.trace.operations)
