@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.memory.levers import LEVERS, Lever, Setting, word
+from framework.memory.levers import LEVERS, Lever, Setting, format_value
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "levers.md", ROOT / "benchmarks" / "results" / "levers_h200.json"
@@ -192,21 +192,21 @@ def _section(lever: Lever, by_row: Mapping[str, Any]) -> Iterator[str]:
     for setting in lever.settings:
         plain = setting is lever.settings[0]
         changes = "-" if plain else setting.changes or "exact"
-        cells = (f"`{word(setting.value)}`", _needs(setting), changes, setting.time or "-")
+        cells = (f"`{format_value(setting.value)}`", _needs(setting), changes, setting.time or "-")
         yield f"| {' | '.join(cells)} | {_measured(lever, setting, by_row)} |"
     yield ""
 
 
 def _needs(setting: Setting) -> str:
-    required = [f"`{key}={word(value)}`" for key, value in setting.requires.items()]
+    required = [f"`{key}={format_value(value)}`" for key, value in setting.requires.items()]
     return ", ".join([*(part for part in (setting.hardware, setting.package) if part), *required]) or "-"
 
 
 def _measured(lever: Lever, setting: Setting, by_row: Mapping[str, Any]) -> str:
     value = (
-        "+".join(map(word, setting.value))
+        "+".join(map(format_value, setting.value))
         if setting.value and isinstance(setting.value, tuple)
-        else word("none" if setting.value is None else setting.value)
+        else format_value("none" if setting.value is None else setting.value)
     )
     found = []
     for shape in ("m1", "m2"):

@@ -29,10 +29,10 @@ def main() -> int:
         gc.freeze()  # the interpreter ends, and would go through all that was imported: 1.4 s after `train`
 
 
-def _is_long(words: list[str]) -> bool:
+def _is_long(arguments: list[str]) -> bool:
     """Whether a command may take long. If several processes train together, only the first one reports it."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    return not _LONG.isdisjoint(words[:1]) and not _BRIEF & {*words} and rank == "0"
+    return not _LONG.isdisjoint(arguments[:1]) and not _BRIEF & {*arguments} and rank == "0"
 
 
 def main_of_module() -> int:

@@ -27,9 +27,9 @@ def cached_models() -> list[str]:
     return sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in folders)
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
+def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice most similar to `word`, or None if none is close."""
-    return next(iter(difflib.get_close_matches(word, list(choices), n=1)), None)
+    return next(iter(difflib.get_close_matches(name, list(choices), n=1)), None)
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -31,90 +31,95 @@ _SHOWN = 120
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1, 2, 3, 4 or 130. No traceback without --debug."""
-    words = _with_folders(sys.argv[1:] if arguments is None else arguments)
+    typed = _with_folders(sys.argv[1:] if arguments is None else arguments)
     with visible_streams():
         try:
-            code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)
+            code = app(
+                [argument for argument in typed if argument != "--debug"], prog_name="tunesmith", standalone_mode=False
+            )
             sys.stdout.flush()
         except (Exception, SystemExit) as error:
-            return _failed(error, words)
+            return _failed(error, typed)
     return code if isinstance(code, int) else 0
 
 
 def _with_folders(arguments: Sequence[str]) -> list[str]:
     """Replace `--config-dir DIR` by an override, which child processes also receive."""
-    words, folders = list[str](), list[str]()
+    typed, folders = list[str](), list[str]()
     rest = iter(arguments)
-    for word in rest:
-        name, equals, value = word.partition("=")
+    for argument in rest:
+        name, equals, value = argument.partition("=")
         if name == "--config-dir":
             folders.append(f"config_dir={value if equals else next(rest, '')}")
         else:
-            words.append(word)
-    return [*words, *folders]
+            typed.append(argument)
+    return [*typed, *folders]
 
 
-def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
+def _failed(error: Exception | SystemExit, typed: Sequence[str]) -> int:
     """Print the error that ended a command, and return its exit code."""
     match error:
         case RequestError():
-            if error.is_reported and "--json" not in words:
+            if error.is_reported and "--json" not in typed:
                 return error.exit_code
-            return _refused(error.problems, error.exit_code, words)
+            return _refused(error.problems, error.exit_code, typed)
         case TyperException():
-            message, verb = error.format_message(), next((word for word in words if not word.startswith("-")), "")
+            message, verb = (
+                error.format_message(),
+                next((argument for argument in typed if not argument.startswith("-")), ""),
+            )
             if message.startswith("Missing argument"):
                 message = f"{message.removesuffix('.')}: `tunesmith {verb} --help` explains it"
-            return _refused((Problem("", message, nearest=suggestion(message, words, _VERBS)),), 2, words)
+            return _refused((Problem("", message, nearest=suggestion(message, typed, _VERBS)),), 2, typed)
         case Interrupted():  # requested by the user, not an error
             with contextlib.suppress(OSError):  # the terminal may be closed
                 if not error.is_reported:
                     say(str(error))
-            return _documented(str(error), error.exit_code, words)
+            return _documented(str(error), error.exit_code, typed)
         case TunesmithError():
-            if not error.is_reported or "--debug" in words:
-                complain(str(error), "--debug" in words)
-            return _documented(str(error), error.exit_code, words)
+            if not error.is_reported or "--debug" in typed:
+                complain(str(error), "--debug" in typed)
+            return _documented(str(error), error.exit_code, typed)
         case SystemExit(code=0 | None):  # shell completion
             return 0
         case BrokenPipeError() | SystemExit():  # the reader has closed its end, which typer may turn into an exit
-            return _unprinted(BrokenPipeError(), words)
+            return _unprinted(BrokenPipeError(), typed)
         case OSError(errno=number) if number in _NO_ROOM:
-            return _unprinted(error, words)
+            return _unprinted(error, typed)
         case OSError(errno=number) if number in _OUT_OF_REACH:
-            return _refused((Problem("", f"{error.strerror}: {str(error.filename)[:_SHOWN]}"),), 2, words)
+            return _refused((Problem("", f"{error.strerror}: {str(error.filename)[:_SHOWN]}"),), 2, typed)
         case _:
             detail = f"internal fault: {type(error).__name__}: {error}".partition("\n")[0]
-            complain(f"{detail} (--debug shows where; please report it)", "--debug" in words)
-            return _documented(detail, 1, words)
+            complain(f"{detail} (--debug shows where; please report it)", "--debug" in typed)
+            return _documented(detail, 1, typed)
 
 
-def _refused(problems: Sequence[Problem], code: int, words: Sequence[str]) -> int:
+def _refused(problems: Sequence[Problem], code: int, typed: Sequence[str]) -> int:
     """Print the problems of a request, and return the exit code."""
-    if "--json" in words:
-        return _documented(problems, code, words)
+    if "--json" in typed:
+        return _documented(problems, code, typed)
     print_problems(problems)
     return code
 
 
-def _documented(found: Sequence[Problem] | str, code: int, words: Sequence[str]) -> int:
+def _documented(found: Sequence[Problem] | str, code: int, typed: Sequence[str]) -> int:
     """Print the problems as the one document of --json, and return the exit code."""
     problems = [Problem("", found)] if isinstance(found, str) else found
     try:
-        if "--json" in words:
+        if "--json" in typed:
             print_json({"errors": [problem.to_json() for problem in problems]})
             sys.stdout.flush()
     except OSError as error:
-        return _unprinted(error, words)
+        return _unprinted(error, typed)
     return code
 
 
-def _unprinted(error: OSError, words: Sequence[str]) -> int:
+def _unprinted(error: OSError, typed: Sequence[str]) -> int:
     """Exit code after a failed write of the output; nothing more is written there."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return READER_LEFT
-    complain(f"not all could be written: {error.strerror}", "--debug" in words)
+    complain(f"not all could be written: {error.strerror}", "--debug" in typed)
     return RequestError.exit_code
 
 
@@ -133,16 +138,19 @@ _RECIPE = ("-c", "--config", "--recipe", "--config-file", "--config_file", "--co
 _PRESETS = ("--config-path", "--config_dir", "--configdir")
 
 
-def suggestion(message: str, words: Sequence[str], verbs: Iterable[str]) -> str | None:
+def suggestion(message: str, typed: Sequence[str], verbs: Iterable[str]) -> str | None:
     """What to type instead of the unknown command or option in `message`; None if nothing is similar."""
-    verb = next((word for word in words if not word.startswith("-")), "")
+    verb = next((argument for argument in typed if not argument.startswith("-")), "")
     if "No such command" in message:
         return _OTHER_VERBS.get(verb) or next(iter(get_close_matches(verb, verbs, 1)), None)
     if "No such option" not in message or verb not in _TAKE_KEYS:
         return None
-    option = next((word for word in words if word.startswith("-") and word.partition("=")[0] in message.split()), "")
+    option = next(
+        (argument for argument in typed if argument.startswith("-") and argument.partition("=")[0] in message.split()),
+        "",
+    )
     name, _, value = option.partition("=")
-    after = dict(pairwise(words)).get(option, "")
+    after = dict(pairwise(typed)).get(option, "")
     value = value or ("" if after.startswith("-") else after)
     if name in _RECIPE:
         return f"{value or 'RECIPE'}, which comes first, without an option"

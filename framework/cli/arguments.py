@@ -13,7 +13,7 @@ _LONGEST = 48
 """Most characters of a description; longer ones would be wrapped, which zsh shows."""
 
 
-def recipe_words(incomplete: str) -> list[Offer]:
+def complete_recipe(incomplete: str) -> list[Offer]:
     """Complete shipped recipes and YAML files."""
     from framework.compose import shipped
 
@@ -21,7 +21,7 @@ def recipe_words(incomplete: str) -> list[Offer]:
     return [offer for offer in [*named, *_files(incomplete)] if offer[0].startswith(incomplete)]
 
 
-def override_words(context: typer.Context, incomplete: str) -> list[Offer]:
+def complete_overrides(context: typer.Context, incomplete: str) -> list[Offer]:
     """Complete `group=preset` and `section.key=value`: matching keys, and the values of a complete one.
 
     bash splits words at `=`, so there values are offered alone.
@@ -94,14 +94,14 @@ def _values(key: str) -> Iterator[Offer]:
 
 Recipe = Annotated[
     str,
-    typer.Argument(help="A path to a YAML file, or the name of a shipped recipe.", autocompletion=recipe_words),
+    typer.Argument(help="A path to a YAML file, or the name of a shipped recipe.", autocompletion=complete_recipe),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         help="group=preset, section.key=value, section.list+=[item], ~section.key",
         show_default=False,
-        autocompletion=override_words,
+        autocompletion=complete_overrides,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -187,7 +187,7 @@ def levers(
     as_json: Json = False,
 ) -> None:
     """Show what trades memory: each lever's values from free to dear, what it shrinks and what it costs."""
-    from framework.memory.levers import LEVERS, word
+    from framework.memory.levers import LEVERS, format_value
 
     rows = LEVERS if key is None else (_find_lever(key),)
     if as_json:
@@ -198,9 +198,9 @@ def levers(
         head = ("key", "values, from free to dear", "shrinks", "training")
         cells = [head]
         for row in rows:
-            changed = ", ".join(word(setting.value) for setting in row.settings if setting.changes)
+            changed = ", ".join(format_value(setting.value) for setting in row.settings if setting.changes)
             exactness = f"changed by {changed}" if changed else "exact"
-            cells.append((row.key, ", ".join(map(word, row.values)), ", ".join(row.shrinks) or "-", exactness))
+            cells.append((row.key, ", ".join(map(format_value, row.values)), ", ".join(row.shrinks) or "-", exactness))
         print_columns(cells)
 
 
@@ -220,19 +220,19 @@ def _find_lever(key: str) -> "Lever":
 
 
 def _print_lever(row: "Lever") -> None:
-    from framework.memory.levers import word
+    from framework.memory.levers import format_value
 
     print_prose(f"{row.key}\n  {row.line}")
     print_prose(f"  shrinks    {', '.join(row.shrinks) or 'nothing by itself'}\n  read back  {row.reader}")
     print_prose("  settings, from free to dear:")
     for setting in row.settings:
-        print_prose(f"    {row.key}={word(setting.value)}")
+        print_prose(f"    {row.key}={format_value(setting.value)}")
         facts = {
             "time": setting.time,
             "changes": setting.changes or ("" if setting is row.settings[0] else "nothing but rounding"),
             "hardware": setting.hardware,
             "package": setting.package,
-            "needs": " ".join(f"{name}={word(value)}" for name, value in setting.requires.items()),
+            "needs": " ".join(f"{name}={format_value(value)}" for name, value in setting.requires.items()),
         }
         for name, text in facts.items():
             if text:

@@ -250,12 +250,12 @@ def _check_options(output: Path | None, html: Path | None, allow: str | None) ->
     check_writable(html, "--html")
 
 
-def _pinned_keys(composition: "Composition", words: list[str] | tuple[str, ...]) -> list[str]:
+def _pinned_keys(composition: "Composition", typed: list[str] | tuple[str, ...]) -> list[str]:
     """The pinned keys. `written` means those in the recipe's body and on the command line."""
     from framework.schema.keys import every_key, left_open
 
-    pins = [word for word in words if word != "written"]
-    if "written" in words:
+    pins = [word for word in typed if word != "written"]
+    if "written" in typed:
         open_keys = left_open(composition.config)
         by_hand = (key for key, origin in composition.origins.items() if origin.kind in ("recipe", "command line"))
         pins += [key for key in by_hand if key in every_key() and key not in open_keys]

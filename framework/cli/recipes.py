@@ -55,12 +55,12 @@ def init(
     rows = data or str(typer.prompt("Rows (a file, a folder or a hub id)"))
     if missed := written(output, "OUTPUT", lambda: recipe_text(chosen, rows, peft, _row_format(rows))):
         raise RequestError(missed)
-    words = [f"gpu={gpu}"] if gpu else []
+    overrides = [f"gpu={gpu}"] if gpu else []
     try:
-        return _shown(output, words)
+        return _shown(output, overrides)
     except RequestError as error:
         print_problems(error.problems)
-        say(f"{output} is written; mend this there, then: {_command('check', output, words)}")
+        say(f"{output} is written; mend this there, then: {_command('check', output, overrides)}")
         return error.exit_code
 
 
@@ -101,20 +101,20 @@ def _row_format(data: str) -> str:
     return "messages"
 
 
-def _shown(recipe: Path, words: list[str]) -> int:
+def _shown(recipe: Path, overrides: list[str]) -> int:
     """Print check, rows, plan and the next command. Returns the exit code."""
     from framework.cli.look import check, data
     from framework.cli.plan import plan
 
-    check(str(recipe), words)
-    data(str(recipe), words, rows=ROWS)
-    code = plan(str(recipe), words)
-    print_text(f"\n{recipe} is written. Next: {_command('train' if code == 0 else 'fit', recipe, words)}")
+    check(str(recipe), overrides)
+    data(str(recipe), overrides, rows=ROWS)
+    code = plan(str(recipe), overrides)
+    print_text(f"\n{recipe} is written. Next: {_command('train' if code == 0 else 'fit', recipe, overrides)}")
     return code
 
 
-def _command(verb: str, recipe: Path, words: list[str]) -> str:
-    return shlex.join(["tunesmith", verb, str(recipe), *words])
+def _command(verb: str, recipe: Path, overrides: list[str]) -> str:
+    return shlex.join(["tunesmith", verb, str(recipe), *overrides])
 
 
 def convert(

@@ -64,11 +64,13 @@ def _checked(run: "SweptRun", overwrite: bool) -> "Outline":
     from framework.checks import TRAIN, check_request
     from framework.compose import draft
 
-    shared = draft(run.recipe, [word for word in run.sweep.words if word not in run.sweep.swept], run.nproc)
+    shared = draft(
+        run.recipe, [override for override in run.sweep.overrides if override not in run.sweep.swept], run.nproc
+    )
     # Folder of the sweep unless Hydra's settings give one.
     from framework.run.record.run_folder import default_path
 
-    typed = [word for word in run.sweep.words if word.startswith("training.output_dir=")]
+    typed = [override for override in run.sweep.overrides if override.startswith("training.output_dir=")]
     if typed and run.sweep.names_folder():
         message = "hydra.sweep.dir= names the folder of the sweep as well"
         raise RequestError([Problem(typed[0], message, "command line", "one of the two")])

@@ -66,7 +66,7 @@ def train(
                 if composition.config.gpu.count > 1:
                     from framework.run.launch.launch import launch
 
-                    return launch(composition.config, composition.recipe, options.words)
+                    return launch(composition.config, composition.recipe, options.arguments)
                 now("loading torch and transformers", is_long=True)
                 from framework.run.trainer import train as run
 
@@ -94,10 +94,10 @@ class Options:
         return {**keys, "allow": self.allow}
 
     @property
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         flags = {"resume": self.resume, "overwrite": self.overwrite, "dry-run": self.dry_run, "quiet": self.quiet}
-        words = [f"--{name}" for name, is_set in {**flags, "json": self.as_json}.items() if is_set]
-        return words + [word for key in self.allow for word in ("--allow", key)]
+        arguments = [f"--{name}" for name, is_set in {**flags, "json": self.as_json}.items() if is_set]
+        return arguments + [argument for key in self.allow for argument in ("--allow", key)]
 
 
 def _swept(recipe: str, overrides: Sequence[str], nproc: int | None, options: Options, fail_fast: bool) -> int:
@@ -113,8 +113,8 @@ def _swept(recipe: str, overrides: Sequence[str], nproc: int | None, options: Op
             f"{found.by} has started {counted(found.world, 'process', 'processes')}, and a sweep is started by one"
         )
         raise RequestError([Problem("-m", message, expected="one process, and --nproc or a launcher of Hydra's")])
-    words = replace(options, resume=False, as_json=False).words
-    run = SweptRun(recipe, sweep_of(overrides), tuple(words), nproc, options.resume, fail_fast, options.quiet)
+    arguments = replace(options, resume=False, as_json=False).arguments
+    run = SweptRun(recipe, sweep_of(overrides), tuple(arguments), nproc, options.resume, fail_fast, options.quiet)
     return sweep(run, options.overwrite, options.dry_run, options.as_json)
 
 

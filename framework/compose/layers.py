@@ -13,7 +13,7 @@ from pathlib import Path as File
 
 from framework.compose import shipped
 from framework.compose.origins import Node, Origin, leaves, node_of
-from framework.compose.overrides import Choice, Words
+from framework.compose.overrides import Choice, ParsedOverrides
 from framework.compose.paths import exists
 from framework.compose.reading import MAX_PROBLEMS, read
 from framework.compose.recipe_files import YAML_SUFFIXES, RecipeFile, chosen_presets, file_like
@@ -44,7 +44,7 @@ class Layer:
 
 def gather(
     recipe: RecipeFile,
-    words: Words,
+    overrides: ParsedOverrides,
     detect: Callable[[], str | None],
     problems: list[Problem],
     warnings: list[Problem],
@@ -58,13 +58,13 @@ def gather(
         raise RequestError(problems)
     choices = chosen_presets(recipe, body, problems)
     body = body.without(("defaults",))
-    preset = partial(_preset, folders=(*recipe.folders, *words.folders), problems=problems, warnings=warnings)
-    above = {group: words.choices[group] for group in shipped.GROUPS if group in words.choices}
+    preset = partial(_preset, folders=(*recipe.folders, *overrides.folders), problems=problems, warnings=warnings)
+    above = {group: overrides.choices[group] for group in shipped.GROUPS if group in overrides.choices}
     below = {group: choice for group, choice in choices.items() if group not in above}
     trees = [*starmap(preset, below.items()), body, *starmap(preset, above.items())]
     ranked = [*_suggested(trees, body, problems), *enumerate(trees, 1)]
     layers = [Layer(rank, _known(tree, root(), (), problems)) for rank, tree in ranked if tree is not None]
-    written = [write.node for write in words.writes if write.path == NAME and write.node is not None]
+    written = [write.node for write in overrides.writes if write.path == NAME and write.node is not None]
     name = written[-1] if written else highest(layers, NAME)
     chosen = (choices | above).get("gpu")
     if name is not None and (chosen is None or written):
@@ -72,7 +72,7 @@ def gather(
     elif name is None and chosen is None:
         detected = preset("gpu", Choice((detect() or "cpu",), Origin("default")))
         layers.insert(0, Layer(0, detected or node_of({}, Origin("default"))))
-    return settle(layers, words, problems)
+    return settle(layers, overrides, problems)
 
 
 def _suggested(trees: list[Node | None], body: Node, problems: list[Problem]) -> Iterator[tuple[int, Node]]:
@@ -88,13 +88,13 @@ def _suggested(trees: list[Node | None], body: Node, problems: list[Problem]) ->
             problems.append(Problem(dotted(SUGGESTED), "is not a mapping of sections", found.origin.place))
 
 
-def settle(layers: list[Layer], words: Words, problems: list[Problem]) -> list[Layer]:
+def settle(layers: list[Layer], overrides: ParsedOverrides, problems: list[Problem]) -> list[Layer]:
     """Resolve appended lists, apply the command line's keys, and drop values that a higher layer replaces."""
     settled: list[Layer] = []
     for layer in layers:
         settled.append(replace(layer, tree=_appended(layer.tree, root(), (), settled, problems)))
         settled = _replaced(settled)
-    for write in words.writes:
+    for write in overrides.writes:
         if write.node is None:
             settled = [
                 replace(layer, tree=layer.tree.without(write.path)) if layer.rank else layer for layer in settled

@@ -20,7 +20,7 @@ from framework.schema.keys import Path, dotted, key_at, keys_next_to, unknown
 COMMAND_LINE = "command line"
 FOLDER = "config_dir"
 """Override that names a folder of presets."""
-MAX_WORD = 8192
+MAX_OVERRIDE = 8192
 """Maximum characters of an override: Hydra's parser takes up to 0.1 ms per character."""
 
 
@@ -43,7 +43,7 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Words:
+class ParsedOverrides:
     """Parsed overrides of the command line."""
 
     choices: dict[str, Choice | None]
@@ -55,7 +55,7 @@ class Words:
     """Folders of presets of the user's own (`config_dir=`)."""
 
 
-def parse(words: Sequence[str], problems: list[Problem]) -> Words:
+def parse(overrides: Sequence[str], problems: list[Problem]) -> ParsedOverrides:
     """Parse group choices and writes, in the order typed, with a problem for each invalid override and each second
     choice of a group. `config_dir=DIR` names a folder of presets.
 
@@ -66,62 +66,66 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
     writes: list[Write] = []
     typed: dict[str, str] = {}
     replaced: list[Problem] = []
-    folders = tuple(_folders(words, problems))
-    words = [word for word in words if not names_folder(word)]
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
-        key, equals, raw = word.strip().partition("=")
+    folders = tuple(_folders(overrides, problems))
+    overrides = [override for override in overrides if not names_folder(override)]
+    for override, following in zip_longest(overrides, overrides[1:], fillvalue=""):
+        key, equals, raw = override.strip().partition("=")
         key, appends = (key[:-1], True) if key.endswith("+") else (key, False)
         deletes = key.startswith("~")
         path = path_of(key.lstrip("+~"))
-        problem = fault(word, path, bool(equals), deletes, following)
+        problem = fault(override, path, bool(equals), deletes, following)
         value: object = None
         if not problem and not deletes:
-            value, problem = _value(path, raw, word)
+            value, problem = _value(path, raw, override)
         if problem:
             problems.append(problem)
             continue
-        group, origin = group_of(path), Origin("command line", word)
+        group, origin = group_of(path), Origin("command line", override)
         if deletes:
             writes.append(Write(path, None))
         if group:
             names = value if isinstance(value, tuple) else (str(value),)
             chosen = None if deletes else Choice(names, origin)
             if choices.setdefault(group, chosen) != chosen:
-                message = f"is chosen twice, by `{typed[group]}` and by `{_shown(word)}`"
+                message = f"is chosen twice, by `{typed[group]}` and by `{_shown(override)}`"
                 problems.append(Problem(group, message, COMMAND_LINE, "one choice of a group"))
         elif not deletes:
             writes.append(Write(path, node_of({"append": value} if appends else value, origin)))
-        earlier = typed.setdefault(dotted(path), _shown(word))
-        if not (group or appends) and earlier != _shown(word):
-            message = f"`{earlier}` has no effect: `{_shown(word)}` comes after it"
+        earlier = typed.setdefault(dotted(path), _shown(override))
+        if not (group or appends) and earlier != _shown(override):
+            message = f"`{earlier}` has no effect: `{_shown(override)}` comes after it"
             replaced.append(Problem(dotted(path), message, COMMAND_LINE))
-            typed[dotted(path)] = _shown(word)
-    return Words(choices, writes, replaced, folders)
+            typed[dotted(path)] = _shown(override)
+    return ParsedOverrides(choices, writes, replaced, folders)
 
 
-def listed(words: Sequence[str], takes_cards: bool) -> tuple[str, dict[str, list[str]]] | None:
+def listed(overrides: Sequence[str], takes_cards: bool) -> tuple[str, dict[str, list[str]]] | None:
     """The key with a list of values, and for each value the overrides with it alone; None if there is no list.
 
     `gpu=a,b` is one machine, unless `takes_cards` makes it a list too. Raises RequestError for two such keys.
     """
     found: dict[int, list[str]] = {}
-    for place, word in enumerate(words):
-        key, _, raw = word.strip().partition("=")
+    for place, override in enumerate(overrides):
+        key, _, raw = override.strip().partition("=")
         try:
-            override = OverridesParser.create().parse_override(f"key={raw}") if raw and len(word) <= MAX_WORD else None
-            is_list = override is not None and override.is_sweep_override() and not names_folder(word)
-            if override is not None and is_list and (takes_cards or key != "gpu"):
-                found[place] = list(override.sweep_string_iterator())
+            parsed = (
+                OverridesParser.create().parse_override(f"key={raw}") if raw and len(override) <= MAX_OVERRIDE else None
+            )
+            is_list = parsed is not None and parsed.is_sweep_override() and not names_folder(override)
+            if parsed is not None and is_list and (takes_cards or key != "gpu"):
+                found[place] = list(parsed.sweep_string_iterator())
         except (HydraException, ValueError, RecursionError):  # reported when composing
             continue
     first, *others = found or [-1]
     if others:
         expected = "a list for one key; `train -m` runs all combinations of several"
-        raise RequestError([Problem(_shown(words[at]), "is a second list", COMMAND_LINE, expected) for at in others])
+        raise RequestError(
+            [Problem(_shown(overrides[at]), "is a second list", COMMAND_LINE, expected) for at in others]
+        )
     if not found:
         return None
-    key = words[first].strip().partition("=")[0]
-    return key, {value: [*words[:first], f"{key}={value}", *words[first + 1 :]] for value in found[first]}
+    key = overrides[first].strip().partition("=")[0]
+    return key, {value: [*overrides[:first], f"{key}={value}", *overrides[first + 1 :]] for value in found[first]}
 
 
 def group_of(path: Path) -> str | None:
@@ -135,15 +139,15 @@ def path_of(key: str) -> Path:
     return tuple(int(part) if re.fullmatch(r"\d{1,4}", part) else part for part in parts)
 
 
-def fault(word: str, path: Path, has_value: bool, deletes: bool, following: str = "") -> Problem | None:
-    """Problem of an override apart from its value. `following` is the next argument."""
-    shown = _shown(word)
+def fault(override: str, path: Path, has_value: bool, deletes: bool, following: str = "") -> Problem | None:
+    """Problem of an override other than its value. `following` is the next argument."""
+    shown = _shown(override)
     name = str(path[0])
     if name == "hydra" or name.startswith(("hydra/", "hydra:", "hydra@")):
         message = "Hydra's own settings cannot be set"
         return Problem(shown, message, COMMAND_LINE, "only launcher and sweeper settings, with -m")
-    if len(word) > MAX_WORD:
-        return Problem(shown, f"is longer than {MAX_WORD} characters: write it in a file", COMMAND_LINE)
+    if len(override) > MAX_OVERRIDE:
+        return Problem(shown, f"is longer than {MAX_OVERRIDE} characters: write it in a file", COMMAND_LINE)
     if group_of(path) is None and key_at(path) is None:
         message, nearest = unknown(path)
         expected = None if nearest else keys_next_to(path)
@@ -162,29 +166,29 @@ def fault(word: str, path: Path, has_value: bool, deletes: bool, following: str 
     return None
 
 
-def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
+def _value(path: Path, raw: str, override: str) -> tuple[object, Problem | None]:
     """The value after `=`; for `gpu=a,b` a tuple of names."""
-    shown = _shown(word)
+    shown = _shown(override)
     try:
-        override = OverridesParser.create().parse_override(f"key={raw}")
-        value = override.value()
-        is_list_of_cards = path == ("gpu",) and override.value_type == ValueType.SIMPLE_CHOICE_SWEEP
-        names = tuple(override.sweep_string_iterator()) if is_list_of_cards else ()
+        parsed = OverridesParser.create().parse_override(f"key={raw}")
+        value = parsed.value()
+        is_list_of_cards = path == ("gpu",) and parsed.value_type == ValueType.SIMPLE_CHOICE_SWEEP
+        names = tuple(parsed.sweep_string_iterator()) if is_list_of_cards else ()
     except (HydraException, ValueError, RecursionError) as error:
         parts = [part.strip() for part in raw.split(",")]
         if "" in parts and not set("[{(\"'") & set(raw):
             fixed = ",".join(filter(None, parts))
-            nearest = f"{word.partition('=')[0]}={fixed}" if fixed else None
+            nearest = f"{override.partition('=')[0]}={fixed}" if fixed else None
             return None, Problem(shown, "a value is missing before or after a comma", COMMAND_LINE, None, nearest)
         detail = str(error).partition("\n")[0][:80]
         expected = "special characters in quotes that the shell does not remove: key='\"a=b\"'"
         nearest = (
-            f"""{word.partition("=")[0]}='"{raw}"'""" if not set("'\"\\[{(") & set(raw) and len(raw) < 80 else None
+            f"""{override.partition("=")[0]}='"{raw}"'""" if not set("'\"\\[{(") & set(raw) and len(raw) < 80 else None
         )
         return None, Problem(shown, f"the value cannot be read: {detail}", COMMAND_LINE, expected, nearest)
     if names:
         return names, None
-    if override.is_sweep_override():
+    if parsed.is_sweep_override():
         message, expected = "several values are a sweep, which needs -m", "one value, or a list `[a,b]`"
         return None, Problem(shown, message, COMMAND_LINE, expected)
     if (group := group_of(path)) and not isinstance(value, str | int | float):
@@ -194,9 +198,9 @@ def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
     return value, None
 
 
-def _folders(words: Sequence[str], problems: list[Problem]) -> Iterator[File]:
+def _folders(overrides: Sequence[str], problems: list[Problem]) -> Iterator[File]:
     """Folders of presets, with a problem for each that does not exist."""
-    for written in (word.partition("=")[2].strip() for word in words if names_folder(word)):
+    for written in (override.partition("=")[2].strip() for override in overrides if names_folder(override)):
         folder = File(os.path.expanduser(written))
         if written and folder.is_dir():
             yield folder
@@ -207,10 +211,10 @@ def _folders(words: Sequence[str], problems: list[Problem]) -> Iterator[File]:
             problems.append(Problem(FOLDER, message, COMMAND_LINE, expected, near))
 
 
-def names_folder(word: str) -> bool:
+def names_folder(override: str) -> bool:
     """Whether the override is `config_dir=DIR`, where a comma is part of the name."""
-    return word.strip().startswith(f"{FOLDER}=")
+    return override.strip().startswith(f"{FOLDER}=")
 
 
-def _shown(word: str) -> str:
-    return word if len(word) < 80 else word[:77] + "..."
+def _shown(override: str) -> str:
+    return override if len(override) < 80 else override[:77] + "..."

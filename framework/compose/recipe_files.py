@@ -37,42 +37,42 @@ class RecipeFile:
 
 def find_recipe(recipe: str | File) -> RecipeFile:
     """Find a recipe by path, or by the name of a shipped one. Raises RequestError if there is none."""
-    word = str(recipe)
-    path = File(os.path.expanduser(word))
-    is_path = isinstance(recipe, File) or path.suffix in YAML_SUFFIXES or ("/" in word and exists(word))
+    typed = str(recipe)
+    path = File(os.path.expanduser(typed))
+    is_path = isinstance(recipe, File) or path.suffix in YAML_SUFFIXES or ("/" in typed and exists(typed))
     known = shipped.recipes()
     here = (File(shipped.PRESETS),)  # as for the user's own recipes
-    if not is_path and word in known:
-        return RecipeFile(word, known[word], f"recipes/{word}.yaml", folders=here)
-    if not is_path and (old := shipped.EARLIER_RECIPES.get(word)) is not None:
-        message = f"`{word}` is now `{old.typed}`; the earlier name is removed in version {shipped.EARLIER_UNTIL}"
+    if not is_path and typed in known:
+        return RecipeFile(typed, known[typed], f"recipes/{typed}.yaml", folders=here)
+    if not is_path and (old := shipped.EARLIER_RECIPES.get(typed)) is not None:
+        message = f"`{typed}` is now `{old.typed}`; the earlier name is removed in version {shipped.EARLIER_UNTIL}"
         renamed = Problem("", message)
-        return RecipeFile(word, known[old.recipe], f"recipes/{old.recipe}.yaml", old.choices, here, renamed)
-    if word and exists(word) and (path.is_dir() or path.name in _OF_MODELS):
-        raise RequestError([_no_recipe(word, path)])
-    if is_path and exists(word):
-        return RecipeFile(path.stem, path, word, folders=(path.parent / shipped.PRESETS,))
-    is_path = is_path or "/" in word
-    file = f"{word}.yaml" if exists(f"{word}.yaml") else file_like(word) if is_path else None
-    nearest = file or shipped.nearest(path.stem if is_path else word, known)
-    message = f"no such file: {word} ({path.absolute()})" if is_path else f"no recipe is called {word!r}"
+        return RecipeFile(typed, known[old.recipe], f"recipes/{old.recipe}.yaml", old.choices, here, renamed)
+    if typed and exists(typed) and (path.is_dir() or path.name in _OF_MODELS):
+        raise RequestError([_no_recipe(typed, path)])
+    if is_path and exists(typed):
+        return RecipeFile(path.stem, path, typed, folders=(path.parent / shipped.PRESETS,))
+    is_path = is_path or "/" in typed
+    file = f"{typed}.yaml" if exists(f"{typed}.yaml") else file_like(typed) if is_path else None
+    nearest = file or shipped.nearest(path.stem if is_path else typed, known)
+    message = f"no such file: {typed} ({path.absolute()})" if is_path else f"no recipe is called {typed!r}"
     raise RequestError([Problem("", message, None, f"a path, or one of: {', '.join(known)}", nearest)])
 
 
-def _no_recipe(word: str, path: File) -> Problem:
+def _no_recipe(typed: str, path: File) -> Problem:
     """Problem for a folder or a model's config given as a recipe, with what to type instead."""
     folder = path if path.is_dir() else path.parent
-    written = word if path.is_dir() else os.path.dirname(word) or "."
-    of_run, sibling = os.path.join(written, "config.yaml"), f"{word.rstrip('/')}.yaml"
+    written = typed if path.is_dir() else os.path.dirname(typed) or "."
+    of_run, sibling = os.path.join(written, "config.yaml"), f"{typed.rstrip('/')}.yaml"
     if exists(of_run) or exists(sibling):
         nearest = sibling if exists(sibling) else of_run
-        return Problem("", f"{word} is a folder, not a recipe", None, "a YAML file", nearest)
+        return Problem("", f"{typed} is a folder, not a recipe", None, "a YAML file", nearest)
     if (folder / _OF_MODELS[0]).is_file():
-        message = f"{word} is {'the folder' if path.is_dir() else 'the config'} of a model, not a recipe"
+        message = f"{typed} is {'the folder' if path.is_dir() else 'the config'} of a model, not a recipe"
         expected = f"a recipe with `model: {{model_name: {written}}}`, or a shipped one with it"
         return Problem("", message, None, expected, f"finetune_local model.model_name={written}")
     inside = path_like(os.path.join(written, "recipe.yaml"), lambda file: file.suffix in YAML_SUFFIXES)
-    return Problem("", f"{word} is a folder, not a recipe", None, "a YAML file, or the name of a recipe", inside)
+    return Problem("", f"{typed} is a folder, not a recipe", None, "a YAML file, or the name of a recipe", inside)
 
 
 def file_like(written: str) -> str | None:
@@ -107,18 +107,18 @@ def _choose(item: Node, index: int, count: int, choices: dict[str, Choice | None
         message = "presets apply before the recipe's own keys"
         return Problem(key, f"`{SELF}`: {message}", place, expected) if index + 1 < count else None
     [(written, choice)] = item.mapping.items() if item.mapping and len(item.mapping) == 1 else [("", item)]
-    *words, name = written.split() or [""]
+    *markers, name = written.split() or [""]
     group, _, package = name.removeprefix("/").partition("@")
     names = [part.value for part in choice.sequence] if choice.sequence is not None else [choice.value]
     are_names = names == [None] or all(isinstance(name, str | int | float) for name in names)
-    if group not in shipped.GROUPS or not are_names or set(words) - {"override", "optional"}:
+    if group not in shipped.GROUPS or not are_names or set(markers) - {"override", "optional"}:
         expected = f"a list of `- group: preset`; groups are {', '.join(shipped.GROUPS)}"
         nearest = shipped.nearest(group, shipped.GROUPS)
         return Problem(key, "is not a preset of a group", place, expected, nearest)
     if package:
         return Problem(key, "presets have no package: they name the sections that they set", place, f"`{group}:`")
-    if group in choices and "override" not in words:
+    if group in choices and "override" not in markers:
         return Problem(key, f"`{group}` is chosen twice", place, "one choice of a group")
-    is_optional = "optional" in words
+    is_optional = "optional" in markers
     choices[group] = None if names == [None] else Choice(tuple(map(str, names)), choice.origin, is_optional)
     return None

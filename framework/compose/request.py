@@ -102,9 +102,9 @@ def draft(
     """
     problems: list[Problem] = []
     found = find_recipe(recipe)
-    words = parse(overrides, problems)
-    warnings = [*([found.renamed] if found.renamed else []), *words.replaced]
-    layers = gather(found, words, detect, problems, warnings)
+    parsed = parse(overrides, problems)
+    warnings = [*([found.renamed] if found.renamed else []), *parsed.replaced]
+    layers = gather(found, parsed, detect, problems, warnings)
     layers = _with_world(layers, world)
     if not trusts_runs:  # a run's config is complete
         layers = with_own_adapter(layers, problems, warnings)

@@ -85,11 +85,11 @@ def editors_line() -> str:
     return f"{_FOR_EDITORS}: $schema={shipped('recipes') / 'recipe.schema.json'}\n"
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
+def nearest(name: str, choices: Iterable[str]) -> str | None:
     """Up to three choices similar to `word`: those that contain it, else those with a similar spelling."""
     choices = list(choices)
-    alike = [choice for choice in choices if word and word.lower() in choice.lower()]
-    return ", ".join((alike or get_close_matches(word.lower(), choices, 3, 0.5))[:3]) or None
+    containing = [choice for choice in choices if name and name.lower() in choice.lower()]
+    return ", ".join((containing or get_close_matches(name.lower(), choices, 3, 0.5))[:3]) or None
 
 
 def _yaml_files(path: Path) -> dict[str, Path]:

@@ -1,7 +1,7 @@
 """`-m`: a sweep by Hydra. Its sweeper determines the runs, its launcher starts them, on any machine.
 
-Hydra is told of the swept keys alone: a group as a group of its own, a dotted key as a key without a value, so that
-`gpu=a,b` and `gpu.count=1,2` go together. What a run is given is words again, which compose as any request does.
+Hydra gets only the swept keys: a group as a group of its own, a dotted key as a key without a value, so that
+`gpu=a,b` and `gpu.count=1,2` go together. Each run gets plain overrides, which compose like any request.
 """
 
 import contextlib
@@ -69,26 +69,26 @@ class Outline:
 class Sweep:
     """Parsed arguments of a command line with `-m`."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     """Overrides of a run, in the order typed; for one with several values its key."""
     swept: Mapping[str, str]
     """Key -> its values as Hydra reads them."""
     settings: tuple[str, ...]
     """Hydra's settings: launcher, sweeper and folders."""
 
-    def words_of(self, job: Job) -> list[str]:
+    def overrides_of(self, job: Job) -> list[str]:
         """The overrides of a run."""
         own = {override.partition("=")[0]: override for override in job.overrides}
-        return [own[word] if word in self.swept else word for word in self.words]
+        return [own[override] if override in self.swept else override for override in self.overrides]
 
     def chosen(self, kind: str) -> str:
         """The launcher or the sweeper by its name."""
-        choices = [word.partition("=")[2] for word in self.settings if word.startswith(f"hydra/{kind}=")]
+        choices = [override.partition("=")[2] for override in self.settings if override.startswith(f"hydra/{kind}=")]
         return choices[-1] if choices else "basic"
 
     def names_folder(self) -> bool:
         """Whether the folder of the sweep is among Hydra's settings."""
-        return any(word.startswith("hydra.sweep.dir=") for word in self.settings)
+        return any(override.startswith("hydra.sweep.dir=") for override in self.settings)
 
     def outline(self, folder: str) -> Outline:
         """All runs with their folders. `folder` is the sweep's folder if Hydra's settings name none.
@@ -96,12 +96,16 @@ class Sweep:
         Raises RequestError for settings that Hydra does not have, and for runs that would share a folder.
         """
         with self._hydra() as hydra:
-            choices = [word for word in self.settings if word.partition("=")[0] in _CHOICES]
-            found = [problem for word in choices if (problem := _refused(hydra.config_loader, [word], word))]
+            choices = [override for override in self.settings if override.partition("=")[0] in _CHOICES]
+            found = [
+                problem for override in choices if (problem := _refused(hydra.config_loader, [override], override))
+            ]
             if not found:
-                others = [word for word in self.settings if word not in choices]
+                others = [override for override in self.settings if override not in choices]
                 found = [
-                    problem for word in others if (problem := _refused(hydra.config_loader, [*choices, word], word))
+                    problem
+                    for override in others
+                    if (problem := _refused(hydra.config_loader, [*choices, override], override))
                 ]
             if found:
                 raise RequestError(found)
@@ -115,7 +119,7 @@ class Sweep:
 
         Raises whatever the launcher does when it loses a run.
         """
-        settings = [word for word in self.settings if not word.startswith("hydra.sweep.dir=")]
+        settings = [override for override in self.settings if not override.startswith("hydra.sweep.dir=")]
         settings.append(f"hydra.sweep.dir={quoted(str(folder))}")
         with self._hydra() as hydra:
             hydra.multirun(_NAME, _Task(run), [*settings, *self._sweeps], with_log_configuration=False)
@@ -129,7 +133,7 @@ class Sweep:
         """A Hydra that knows the swept keys."""
         body: dict[str, Any] = {}
         groups: list[Any] = []
-        with apart() as store:
+        with separate_store() as store:
             for key, raw in self.swept.items():
                 if (group := group_of(path_of(key))) is None:
                     _declare(body, key.split("."))
@@ -182,7 +186,7 @@ class _Task:
         return self._run(Job(hydra.job.num, overrides, File(hydra.runtime.output_dir), File(hydra.sweep.dir)))
 
 
-def sweep_of(words: Sequence[str]) -> Sweep:
+def sweep_of(overrides: Sequence[str]) -> Sweep:
     """Parse the arguments of a command line with `-m`.
 
     Raises RequestError for settings of Hydra that are no launcher's, sweeper's or folder's, for a key that is swept
@@ -192,19 +196,19 @@ def sweep_of(words: Sequence[str]) -> Sweep:
     kept: list[str] = []
     swept: dict[str, str] = {}
     settings: list[str] = []
-    for word in map(str.strip, words):
-        key, _, raw = word.partition("=")
+    for override in map(str.strip, overrides):
+        key, _, raw = override.partition("=")
         if key.lstrip("+~").startswith(("hydra.", "hydra/")):
-            problems.append(_setting_fault(word))
+            problems.append(_setting_fault(override))
             adds = key.lstrip("+").startswith(("hydra.launcher.", "hydra.sweeper."))
-            settings.append(word if adds else word.lstrip("+"))
-        elif _is_sweep(raw) and not names_folder(word):
-            problems.append(_sweep_fault(word))
-            swept[_name(word)] = raw
-            kept.append(_name(word))
+            settings.append(override if adds else override.lstrip("+"))
+        elif _is_sweep(raw) and not names_folder(override):
+            problems.append(_sweep_fault(override))
+            swept[_name(override)] = raw
+            kept.append(_name(override))
         else:
-            kept.append(word)
-    names = [_name(word) for word in kept]
+            kept.append(override)
+    names = [_name(override) for override in kept]
     twice = sorted({name for name in names if name in swept and names.count(name) > 1})
     problems += [Problem(name, "is swept, and written once more", COMMAND_LINE, "one of the two") for name in twice]
     if not swept:
@@ -222,9 +226,9 @@ def quoted(text: str) -> str:
     return str(QuotedString(text, Quote.single).with_quotes())
 
 
-def _name(word: str) -> str:
+def _name(override: str) -> str:
     """The key of an override, normalized for Hydra's grammar."""
-    key = word.partition("=")[0].removesuffix("+").lstrip("+~")
+    key = override.partition("=")[0].removesuffix("+").lstrip("+~")
     return ".".join(map(str, path_of(key)))
 
 
@@ -236,41 +240,41 @@ def _is_sweep(raw: str) -> bool:
         return False
 
 
-def _sweep_fault(word: str) -> Problem | None:
-    key = word.partition("=")[0]
+def _sweep_fault(override: str) -> Problem | None:
+    key = override.partition("=")[0]
     if key.endswith("+"):
-        return Problem(word, "appending cannot be swept", COMMAND_LINE, "whole lists: `key=[a],[a,b]`")
+        return Problem(override, "appending cannot be swept", COMMAND_LINE, "whole lists: `key=[a],[a,b]`")
     path = path_of(key.lstrip("+~"))
     if path == ("training", "output_dir"):
         message = "each run of a sweep has its own folder"
-        return Problem(word, message, COMMAND_LINE, "one folder, and `hydra.sweep.subdir=` for those inside it")
-    return fault(word, path, True, key.startswith("~"))
+        return Problem(override, message, COMMAND_LINE, "one folder, and `hydra.sweep.subdir=` for those inside it")
+    return fault(override, path, True, key.startswith("~"))
 
 
-def _setting_fault(word: str) -> Problem | None:
-    key = word.partition("=")[0].lstrip("+")  # Hydra's prefix for adding a key
+def _setting_fault(override: str) -> Problem | None:
+    key = override.partition("=")[0].lstrip("+")  # Hydra's prefix for adding a key
     expected = (
         "hydra/launcher=, hydra/sweeper=, hydra.launcher.*, hydra.sweeper.*, hydra.sweep.dir or hydra.sweep.subdir"
     )
-    if key not in _CHOICES and (not key.startswith(_SETTINGS) or "_target_" in word or key.startswith(_PARAMS)):
-        return Problem(word, "is no setting of a launcher or a sweeper", COMMAND_LINE, expected)
-    if _is_sweep(word.partition("=")[2]):
-        return Problem(word, "settings of the sweep itself have one value", COMMAND_LINE)
+    if key not in _CHOICES and (not key.startswith(_SETTINGS) or "_target_" in override or key.startswith(_PARAMS)):
+        return Problem(override, "is no setting of a launcher or a sweeper", COMMAND_LINE, expected)
+    if _is_sweep(override.partition("=")[2]):
+        return Problem(override, "settings of the sweep itself have one value", COMMAND_LINE)
     return None
 
 
-def _refused(loader: Any, settings: Sequence[str], word: str) -> Problem | None:
+def _refused(loader: Any, settings: Sequence[str], override: str) -> Problem | None:
     """Problem for an invalid setting of Hydra."""
     try:
         loader.load_configuration(_NAME, list(settings), RunMode.MULTIRUN)
     except (HydraException, OmegaConfBaseException) as error:
-        key, _, name = word.partition("=")
+        key, _, name = override.partition("=")
         if key not in _CHOICES:
-            return Problem(word, _first_line(error), COMMAND_LINE)
+            return Problem(override, _first_line(error), COMMAND_LINE)
         known = loader.get_group_options(key, ObjectType.CONFIG)
         hint = f", or pip install {_PLUGINS[name]}" if name in _PLUGINS else ""
         kind = key.partition("/")[2]
-        return Problem(word, f"no {kind} of this name is installed", COMMAND_LINE, ", ".join(known) + hint)
+        return Problem(override, f"no {kind} of this name is installed", COMMAND_LINE, ", ".join(known) + hint)
     return None
 
 
@@ -296,7 +300,7 @@ def _names(key: str, raw: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[Any]:
+def separate_store() -> Iterator[Any]:
     """Context with a copy of Hydra's config store, so that it works inside another Hydra application."""
     store, app, version = ConfigStore.instance(), GlobalHydra.instance(), VersionBase.instance()
     before = store.repo, app.hydra, version.version_base, HydraConfig.instance().cfg

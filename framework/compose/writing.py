@@ -79,7 +79,7 @@ def _compared_values(composition: Composition) -> dict[str, Any]:
     return {key: value for key, value in pairs if not (isinstance(value, list | tuple | dict) and value)}
 
 
-def amended(recipe: str, words: Sequence[str], config: TrainingConfig, changes: Sequence[str]) -> str:
+def amended(recipe: str, overrides: Sequence[str], config: TrainingConfig, changes: Sequence[str]) -> str:
     """The recipe's own text with the overrides `words` and then `changes` applied, without the `gpu` section; its first
     line points editors at the schema.
 
@@ -89,7 +89,7 @@ def amended(recipe: str, words: Sequence[str], config: TrainingConfig, changes: 
     head = f"{editors_line()}# {on_one_line(Path(recipe).stem)}, fitted to {config.gpu.name} by `tunesmith fit`.\n"
     whole = {key: value for key, value in config.model_dump().items() if key != "gpu"}
     short = {"schema_version": SCHEMA_VERSION, **_unlike(whole, TrainingConfig().model_dump())}
-    texts = (head + dump(document) for document in (_document(recipe, [*words, *changes]), short))
+    texts = (head + dump(document) for document in (_document(recipe, [*overrides, *changes]), short))
     return next((text for text in texts if _composes(text, config)), head + dump(whole))
 
 
@@ -106,11 +106,11 @@ def _unlike(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _document(recipe: str, words: Sequence[str]) -> dict[str, Any]:
+def _document(recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
     problems: list[Problem] = []
     found = find_recipe(recipe)
     body = read(found.file, found.label, "recipe", problems) or Node({}, DEFAULT)
-    typed = parse(words, problems)
+    typed = parse(overrides, problems)
     tree: dict[str, Any] = body.without(("defaults",)).plain()
     version = tree.pop("schema_version", SCHEMA_VERSION)
     chosen = chosen_presets(found, body, problems) | typed.choices

@@ -141,14 +141,14 @@ def to_recipe(t: Translation, tool: str) -> str:
 
 
 def _section(name: str, inside: dict[str, Any], t: Translation) -> list[str]:
-    told = {key: t.entries[f"{name}.{key}"].comment for key in inside if f"{name}.{key}" in t.entries}
-    told = {key: on_one_line(comment) for key, comment in told.items() if comment}
-    block = [f"{name}:", *(line for key, value in inside.items() for line in _lines(key, value, told.get(key, "")))]
+    comments = {key: t.entries[f"{name}.{key}"].comment for key in inside if f"{name}.{key}" in t.entries}
+    comments = {key: on_one_line(comment) for key, comment in comments.items() if comment}
+    block = [f"{name}:", *(line for key, value in inside.items() for line in _lines(key, value, comments.get(key, "")))]
     wrapped = _wrapped(name, inside)
-    behind = f"{wrapped[0]}  # {next(iter(told.values()), '')}"
-    if len(wrapped) == len(told) == 1 and len(behind) <= WIDTH:
+    behind = f"{wrapped[0]}  # {next(iter(comments.values()), '')}"
+    if len(wrapped) == len(comments) == 1 and len(behind) <= WIDTH:
         return [behind]
-    above = [f"# {name}.{key}: {comment}" for key, comment in told.items()]
+    above = [f"# {name}.{key}: {comment}" for key, comment in comments.items()]
     is_short = name != EDITED and len(above) + len(wrapped) <= len(block) / 2
     return [*above, *wrapped] if is_short else block
 
@@ -157,7 +157,7 @@ def _wrapped(name: str, inside: dict[str, Any]) -> list[str]:
     """A section in brackets, on as few lines as possible."""
     lines = [f"{name}: {{"]
     for key, value in inside.items():
-        part = f"{_word(key)}: {_flow(value)}, "
+        part = f"{_scalar(key)}: {_flow(value)}, "
         if len(lines[-1]) + len(part) > WIDTH and lines[-1][-1] != "{":
             lines.append("  ")
         lines[-1] += part
@@ -178,13 +178,13 @@ def _lines(key: str, value: Any, comment: str) -> list[str]:
 def _flow(value: Any) -> str:
     """A value on one line, lists and mappings in brackets."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_word(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{_scalar(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_flow(inner) for inner in value) + "]"
-    return _word(value)
+    return _scalar(value)
 
 
-def _word(value: Any) -> str:
+def _scalar(value: Any) -> str:
     """A scalar as it reads back, also inside brackets."""
     text = dump([value]).removeprefix("- ").rstrip("\n")
     is_plain = not isinstance(value, str) or text.startswith(('"', "'"))

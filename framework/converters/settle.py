@@ -130,8 +130,8 @@ def _drop_invalid(t: Translation) -> None:
     for key in invalid:
         if key not in t.entries:
             continue
-        told = next(problem for problem in problems if problem.key.startswith(key))
-        text = f"{key}, {told.expected}" if told.expected else f"{key}: {told.message}"
+        first = next(problem for problem in problems if problem.key.startswith(key))
+        text = f"{key}, {first.expected}" if first.expected else f"{key}: {first.message}"
         t.drop(key, Why.WRITE, text)
 
 

@@ -166,9 +166,9 @@ def _rows(t: Translation, section: str, kind: str) -> tuple[dict[str, Any], list
 
 def _sharding(t: Translation) -> None:
     source = t.source
-    told = [key for key in ("fsdp_cpu_offload", "custom_sharded_layers", "data_parallel_shard_dim") if source.has(key)]
-    if told or source.has("fsdp"):
-        t.put("fsdp.enable_fsdp", True, *told, comment="start it with --nproc N")
+    given = [key for key in ("fsdp_cpu_offload", "custom_sharded_layers", "data_parallel_shard_dim") if source.has(key)]
+    if given or source.has("fsdp"):
+        t.put("fsdp.enable_fsdp", True, *given, comment="start it with --nproc N")
         apply(t, table("torchtune")["sharded"], TOOL)
         return
     is_of_one = source.get("optimizer_in_bwd") is True or "single_device" in source.label

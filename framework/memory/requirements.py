@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from framework.memory.cards import capability_of
-from framework.memory.levers import LEVERS, Lever, Setting, word
+from framework.memory.levers import LEVERS, Lever, Setting, format_value
 from framework.schema.adapters import ADAPTERS
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
@@ -54,7 +54,7 @@ def unusable_settings(card: GPUParams) -> dict[str, str]:
             missing = [name for name in setting.package.split(", ") if name and not is_installed(name)]
             needs = [] if suits(setting.hardware, card) else [_described(setting.hardware)]
             if needs or missing:
-                found[f"{lever.key}={word(setting.value)}"] = ", ".join([*needs, *missing])
+                found[f"{lever.key}={format_value(setting.value)}"] = ", ".join([*needs, *missing])
     return found
 
 

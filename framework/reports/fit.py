@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from framework.escaping import escape
-from framework.memory.levers import word
+from framework.memory.levers import format_value
 from framework.memory.search.found import Change, Found, Point
 from framework.reports import plan_text
 from framework.reports.page import WIDTH, document, items, scrolling, svg, text, ticks
@@ -53,7 +53,9 @@ def _changes(found: Found, width: int) -> Iterator[Text]:
         return
     heading = ("Change", "memory", "a step", "training")
     yield Text()
-    rows = [(f"{each.key} {word(each.old)} -> {word(each.new)}", *_cells(each)) for each in found.changes]
+    rows = [
+        (f"{each.key} {format_value(each.old)} -> {format_value(each.new)}", *_cells(each)) for each in found.changes
+    ]
     yield from table([heading, *rows])
     yield Text()
     for change in found.changes:
@@ -174,7 +176,7 @@ def _changes_table(changes: Sequence[Change]) -> str:
     if not changes:
         return '<p class="soft">Nothing: this is the fastest that was found.</p>'
     rows = "".join(
-        f"<tr><td>{escape(change.key)} {escape(word(change.old))} → {escape(word(change.new))}"
+        f"<tr><td>{escape(change.key)} {escape(format_value(change.old))} → {escape(format_value(change.new))}"
         f'<p class="soft">{escape(change.why)}</p></td>{"".join(f"<td>{cell}</td>" for cell in _cells(change))}</tr>'
         for change in changes
     )

@@ -293,7 +293,7 @@ def evaluation_parts(run: Run) -> Iterator[str]:
     yield "<h2>Evaluations</h2>"
     shown = " open" if len(steps) <= MOST_OPEN else ""
     rows = [(f"{step:,}", *(_figure(run, step, name) for name in whole)) for step in steps]
-    yield f"<details{shown}><summary>All held-out rows</summary>{table(('Step', *map(_words, whole)), rows)}</details>"
+    yield f"<details{shown}><summary>All held-out rows</summary>{table(('Step', *map(_label, whole)), rows)}</details>"
     if not sets:
         return
     rows = [(f"{step:,}", *(_figure(run, step, f"eval_loss/{each}") for each in sets)) for step in steps]
@@ -301,7 +301,7 @@ def evaluation_parts(run: Run) -> Iterator[str]:
     metrics = [name for name in whole if any(f"{name}/{each}" in names for each in sets)]
     last = [(each, *(_figure(run, steps[-1], f"{name}/{each}") for name in metrics)) for each in sets]
     title = f"Each set, at step {steps[-1]:,}"
-    yield f"<details open><summary>{title}</summary>{table(('Set', *map(_words, metrics)), last)}</details>"
+    yield f"<details open><summary>{title}</summary>{table(('Set', *map(_label, metrics)), last)}</details>"
 
 
 def _figure(run: Run, step: int, name: str) -> str:
@@ -309,7 +309,7 @@ def _figure(run: Run, step: int, name: str) -> str:
     return "-" if value is None else plain(value)
 
 
-def _words(name: str) -> str:
+def _label(name: str) -> str:
     return name.replace("_", " ")
 
 

@@ -19,7 +19,7 @@ from framework.build.data.prepare import Data, prepare_data, training_texts
 from framework.build.data.rows import Rows
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.from_python import TASKS_OWN, FromPython
-from framework.build.loading.bases import BASE, TEACHER, Base, differences, read_bases, refuse_other_words
+from framework.build.loading.bases import BASE, TEACHER, Base, differences, read_bases, refuse_other_vocabulary
 from framework.build.model.heads import fit_head, pad_like
 from framework.build.resolve_model import settle
 from framework.build.sources.python_rows import NO_ROWS, RowsFromPython
@@ -107,7 +107,7 @@ def read_tokenizer(
         expected = "the tokenizer of this model, or model.resize_embeddings: true"
         raise RequestError([Problem("model.tokenizer_name", message, expected=expected)])
     if config.training.teacher is not None and config.training.teacher.model_name is not None:
-        refuse_other_words(config, tokenizer)
+        refuse_other_vocabulary(config, tokenizer)
     return tokenizer
 
 

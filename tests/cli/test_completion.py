@@ -78,6 +78,6 @@ def test_nothing_heavy_is_loaded(monkeypatch):
     import subprocess
     import sys
 
-    code = "import framework.cli.arguments as c, sys; c.recipe_words(''); print('torch' in sys.modules)"
+    code = "import framework.cli.arguments as c, sys; c.complete_recipe(''); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
     assert done.stdout == "False\n"

@@ -229,7 +229,7 @@ def test_the_page_tells_commands_whose_runs_compose():
         jobs = known.outline("runs/x").jobs
         assert jobs
         for job in jobs:
-            assert not check_request(recipe, sweep.words_of(job), needs=PLAN).problems
+            assert not check_request(recipe, sweep.overrides_of(job), needs=PLAN).problems
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])

@@ -148,7 +148,10 @@ def test_a_comma_in_the_name_of_the_folder_is_no_list(write):
     own("a,b", "peft", "tiny", "training: {use_peft: true}\npeft: {lora_r: 2}\n")
     overrides = ["config_dir=a,b", "peft=tiny,lora"]
     assert list(listed(overrides, takes_cards=False)[1]) == ["tiny", "lora"]
-    assert (sweep_of(overrides).words, sweep_of(overrides).swept) == (("config_dir=a,b", "peft"), {"peft": "tiny,lora"})
+    assert (sweep_of(overrides).overrides, sweep_of(overrides).swept) == (
+        ("config_dir=a,b", "peft"),
+        {"peft": "tiny,lora"},
+    )
     assert load(write("model: {model_name: a}\n"), ["config_dir=a,b", "peft=tiny"]).peft.lora_r == 2
 
 

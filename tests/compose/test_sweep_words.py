@@ -28,7 +28,7 @@ def test_every_combination_in_order_with_what_is_shared_where_it_was_typed(tmp_p
     sweep, jobs = jobs_of(
         "training.seed=1,2", "model.freeze_layers+=[x]", "++peft.lora_r=range(8,17,8)", "~data.packing"
     )
-    assert [sweep.words_of(job) for job in jobs] == [
+    assert [sweep.overrides_of(job) for job in jobs] == [
         [f"training.seed={seed}", "model.freeze_layers+=[x]", f"peft.lora_r={rank}", "~data.packing"]
         for seed in (1, 2)
         for rank in (8, 16)
@@ -40,13 +40,13 @@ def test_every_combination_in_order_with_what_is_shared_where_it_was_typed(tmp_p
 def test_presets_sweep_with_keys_of_their_sections_and_may_be_files():
     sweep, jobs = jobs_of("gpu=40gb,40gb,'/a b/card.yaml'", "gpu.count=1,2", "model=glob(gpt2*)")
     assert len(jobs) == 3 * 2 * 2
-    assert sweep.words_of(jobs[-1]) == ["gpu='/a b/card.yaml'", "gpu.count=2", "model=gpt2_small"]
+    assert sweep.overrides_of(jobs[-1]) == ["gpu='/a b/card.yaml'", "gpu.count=2", "model=gpt2_small"]
 
 
 def test_items_of_lists_and_text_in_quotes_stay_what_they_are():
     sweep, jobs = jobs_of("data.train[0].path='a,b',c.txt")
     problems = []
-    [first, second] = [parse(sweep.words_of(job), problems).writes[0] for job in jobs]
+    [first, second] = [parse(sweep.overrides_of(job), problems).writes[0] for job in jobs]
     assert (first.path, first.node.value, second.node.value) == (("data", "train", 0, "path"), "a,b", "c.txt")
     assert not problems
 

@@ -7,7 +7,7 @@ import pytest
 from framework.build.verify import FIRST_STEP_READERS, READERS
 from framework.compose import draft
 from framework.memory.ledger import Terms
-from framework.memory.levers import LEVERS, every_setting, lever, word
+from framework.memory.levers import LEVERS, every_setting, format_value, lever
 from framework.schema.keys import every_key, value_of
 from tests.settings import as_config
 
@@ -54,7 +54,7 @@ def test_no_key_has_two_rows_and_no_reader_is_idle():
 
 @pytest.mark.parametrize(("row", "setting"), list(every_setting()), ids=lambda part: getattr(part, "key", None))
 def test_a_setting_is_a_value_of_its_key(row, setting):
-    assert word(value_of(as_config(row.key, setting), row.key)) == word(setting.value)
+    assert format_value(value_of(as_config(row.key, setting), row.key)) == format_value(setting.value)
 
 
 def test_exactness_is_that_of_the_settings():
@@ -68,5 +68,5 @@ def test_what_a_lever_needs_can_be_typed(tmp_path) -> None:
     recipe.write_text("schema_version: 1\n")
     for row, setting in every_setting():
         values = {row.key: setting.value, **setting.requires}
-        found = draft(str(recipe), [f"{key}={word(value)}" for key, value in values.items()]).config
+        found = draft(str(recipe), [f"{key}={format_value(value)}" for key, value in values.items()]).config
         assert {key: value_of(found, key) for key in values} == values

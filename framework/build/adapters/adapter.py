@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.build.adapters.first_adapter import drawn_for, load_first_adapter, start_layers, start_word
+from framework.build.adapters.first_adapter import drawn_for, load_first_adapter, peft_init, start_layers
 from framework.build.adapters.products import compute_in_input_dtype, norm_by_rows
 from framework.build.adapters.quantize import Factors, is_packed
 from framework.build.adapters.targets import KEY, Targets, find_targets, modules_within
@@ -223,7 +223,7 @@ def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place:
         use_rslora=method is PeftMethod.RSLORA,
         use_dora=method is PeftMethod.DORA,
         # on meta tensors nothing can be decomposed, and the shapes are the same
-        init_lora_weights=True if place.rehearsed else MOVES_WEIGHTS.get(method, start_word(params)),
+        init_lora_weights=True if place.rehearsed else MOVES_WEIGHTS.get(method, peft_init(params)),
         trainable_token_indices=_token_rows(params, model),
         ensure_weight_tying=bool(saved) and ties_any(model, saved or []),
     )

@@ -154,17 +154,17 @@ def _require_same(file: Path, attached: Mapping[str, Tensor], shapes: Mapping[st
     """Raise RequestError if the saved adapter has other tensors than the attached one."""
     lacking, extra = sorted(attached.keys() - shapes.keys()), sorted(shapes.keys() - attached.keys())
     other = [name for name in attached if name in shapes and tuple(attached[name].shape) != shapes[name]]
-    said = []
+    reasons = []
     if lacking:
-        said.append(f"has no weights for {_listed(lacking)}")
+        reasons.append(f"has no weights for {_listed(lacking)}")
     if extra:
-        said.append(f"has weights for {_listed(extra)}, which have no adapter in this model or recipe")
+        reasons.append(f"has weights for {_listed(extra)}, which have no adapter in this model or recipe")
     if other:
         was, now = shapes[other[0]], tuple(attached[other[0]].shape)
-        said.append(f"has other shapes for {_listed(other)} ({was}, here {now})")
-    if said:
+        reasons.append(f"has other shapes for {_listed(other)} ({was}, here {now})")
+    if reasons:
         expected = "the base that it was trained on, and peft.lora_target_modules unset"
-        raise RequestError([Problem(KEY, f"{file} {'; it '.join(said)}", expected=expected)])
+        raise RequestError([Problem(KEY, f"{file} {'; it '.join(reasons)}", expected=expected)])
 
 
 def _listed(names: list[str]) -> str:
@@ -181,7 +181,7 @@ def drawn_for(name: str, seed: int, place: Place) -> Iterator[None]:
         yield
 
 
-def start_word(params: PeftParams) -> str | bool:
+def peft_init(params: PeftParams) -> str | bool:
     """peft's `init_lora_weights` for LoRA's A matrices; EVA's are computed later, from rows."""
     is_gaussian = "lora_init" in ADAPTERS[params.peft_method].keys and params.lora_init is LoraInit.GAUSSIAN
     return "gaussian" if is_gaussian else True
@@ -189,11 +189,11 @@ def start_word(params: PeftParams) -> str | bool:
 
 def start_layers(layers: Iterable[tuple[str, nn.Module]], seed: int, place: Place, params: PeftParams) -> None:
     """Initialize adapter layers whose initial values do not depend on the base. Names are those in the base model."""
-    word = start_word(params)
+    initialization = peft_init(params)
     for name, module in layers:
         if isinstance(module, LoraLayer):
             with drawn_for(name, seed, place), torch.no_grad():
-                module.reset_lora_parameters("default", word)
+                module.reset_lora_parameters("default", initialization)
         elif isinstance(module, IA3Layer):
             with torch.no_grad():  # IA3 starts at ones
                 module.reset_ia3_parameters("default")

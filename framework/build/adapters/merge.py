@@ -67,8 +67,8 @@ def _unloaded(model: PeftModel) -> PreTrainedModel:
     """The base without the adapter. peft 0.21 refuses to remove IA3 from a model that is marked as quantized, as it
     does for a merge."""
     _lift_whole(model, trained=False)
-    said = vars(model.get_base_model())
-    packed = {name: said.pop(name) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit") if name in said}
+    attributes = vars(model.get_base_model())
+    packed = {name: attributes.pop(name) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit") if name in attributes}
     base: PreTrainedModel = model.unload()
     vars(base).update(packed)
     return base

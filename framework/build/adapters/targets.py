@@ -287,10 +287,10 @@ def _no_match(key: str, target: str, model: PreTrainedModel) -> Problem:
     message = f"{target!r} names no module of this model"
     if any(sign in target for sign in "*[](|)^$\\+?"):
         message += " (a regular expression is one text, not an item of a list, and matches whole names)"
-    words = [word for word in re.split(r"[^A-Za-z0-9_]+", target) if word]
+    names = [word for word in re.split(r"[^A-Za-z0-9_]+", target) if word]
     known = [ALL_LINEAR, *suffixes]
     aliases = [alias for role in ROLES for alias in role]
-    near = next((found for word in [target, *words] if (found := nearest(word, [*known, *aliases]))), None)
+    near = next((found for word in [target, *names] if (found := nearest(word, [*known, *aliases]))), None)
     near = _of_same_role(near or target, model) or (near if near in known else None)
     near = ALL_LINEAR if target.lower() in ("all", "linear") else near
     return Problem(key, message, expected=f"[{ALL_LINEAR}], or some of {_available(model)}", nearest=near)
@@ -298,15 +298,15 @@ def _no_match(key: str, target: str, model: PreTrainedModel) -> Problem:
 
 def _partial(problem: Problem) -> str:
     """Warning about a target without a match if others match."""
-    meant = f"; did you mean {problem.nearest}?" if problem.nearest else ""
-    return f"{problem.key}: {problem.message}; the others do{meant}"
+    hint = f"; did you mean {problem.nearest}?" if problem.nearest else ""
+    return f"{problem.key}: {problem.message}; the others do{hint}"
 
 
 def _of_same_role(target: str, model: PreTrainedModel) -> str | None:
     """This model's names for the layers with the role of another family's name."""
     names, last = linear_modules(model), target.rsplit(".", 1)[-1]
-    alike = [alias for role in ROLES if any(_named(last, [alias]) for alias in role) for alias in role]
-    return ", ".join(alias for alias in dict.fromkeys(alike) if _named(alias, names)) or None
+    equivalents = [alias for role in ROLES if any(_named(last, [alias]) for alias in role) for alias in role]
+    return ", ".join(alias for alias in dict.fromkeys(equivalents) if _named(alias, names)) or None
 
 
 def _available(model: nn.Module) -> str:

@@ -104,7 +104,7 @@ def build_teacher(config: TrainingConfig, place: Place, computed: torch.dtype | 
     return teacher.eval()
 
 
-def refuse_other_words(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def refuse_other_vocabulary(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise RequestError if token ids differ between the tokenizers of student and teacher. A teacher without a
     tokenizer is only compared by vocabulary size."""
     try:

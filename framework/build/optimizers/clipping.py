@@ -25,9 +25,9 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, list[Ten
         return whole(torch.nn.utils.get_total_norm(gradients)), []
     norms: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        alike = [place for place, gradient in enumerate(gradients) if gradient.dtype is dtype]
-        found = torch._foreach_norm([gradients[place] for place in alike], 2, dtype=torch.float32)
-        norms.update(zip(alike, found, strict=True))
+        same = [place for place, gradient in enumerate(gradients) if gradient.dtype is dtype]
+        found = torch._foreach_norm([gradients[place] for place in same], 2, dtype=torch.float32)
+        norms.update(zip(same, found, strict=True))
     each = [norms[place] for place in range(len(gradients))]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(each))
     return norm, each

@@ -109,10 +109,10 @@ def read_adapter_dtype(assembly: Assembly) -> Iterator[Reading]:
         for name, parameter in assembly.model.named_parameters()
         if parameter.requires_grad and ".modules_to_save." not in name
     )
-    found = ", ".join(_word(dtype) for dtype, _ in counted.most_common())
+    found = ", ".join(_name_of(dtype) for dtype, _ in counted.most_common())
     gathered = assembly.sharding.gathered_dtype if assembly.sharding is not None else None
-    source = "trained parameters" + (f", gathered in {_word(gathered)}" if gathered is not None else "")
-    yield Reading("peft.adapter_dtype", _word(asked), found, source)
+    source = "trained parameters" + (f", gathered in {_name_of(gathered)}" if gathered is not None else "")
+    yield Reading("peft.adapter_dtype", _name_of(asked), found, source)
 
 
 def read_faster_matrices(assembly: Assembly) -> Iterator[Reading]:
@@ -144,9 +144,9 @@ def read_adapter_start(assembly: Assembly) -> Iterator[Reading]:
         LoraInit.KAIMING: [(3 * matrix.shape[1]) ** -0.5 for matrix in matrices],
     }
     found = torch.stack([matrix.square().mean().sqrt() for matrix in matrices])
-    apart = {choice: (found.cpu() / torch.tensor(spread)).log().mean().abs() for choice, spread in spreads.items()}
-    nearest = min(spreads, key=lambda choice: (float(apart[choice]), choice is not peft.lora_init))
-    is_alike = apart[LoraInit(peft.lora_init)] < SPREAD_CLOSE
+    distances = {choice: (found.cpu() / torch.tensor(spread)).log().mean().abs() for choice, spread in spreads.items()}
+    nearest = min(spreads, key=lambda choice: (float(distances[choice]), choice is not peft.lora_init))
+    is_alike = distances[LoraInit(peft.lora_init)] < SPREAD_CLOSE
     shown = peft.lora_init if is_alike else nearest
     yield Reading(
         "peft.lora_init",
@@ -186,11 +186,11 @@ def read_quantized(assembly: Assembly) -> Iterator[Reading]:
     if assembly.sharding is not None:
         packed = [parameter for parameter in assembly.model.parameters() if is_packed(parameter)]
         gathered = assembly.sharding.gathered_dtype or causal_model(assembly.model).dtype
-        found = ", ".join(sorted({_word(parameter.dtype) for parameter in packed}))
+        found = ", ".join(sorted({_name_of(parameter.dtype) for parameter in packed}))
         size = sum(local_part(parameter).nbytes for parameter in packed)
         source = counted(len(packed), "packed weight with its scales", "packed weights with their scales")
         source += f", {size:,} bytes of this rank"
-        yield Reading("packed weights stored as", _word(gathered), found, source)
+        yield Reading("packed weights stored as", _name_of(gathered), found, source)
 
 
 def read_adapter_dropout(assembly: Assembly) -> Iterator[Reading]:
@@ -224,7 +224,7 @@ def _counts(numbers: Counter[Any]) -> str:
     return ", ".join(f"{number:g} ({count})" for number, count in sorted(numbers.items()))
 
 
-def _word(dtype: torch.dtype) -> str:
+def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

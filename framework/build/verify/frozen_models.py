@@ -103,13 +103,13 @@ def read_teacher(assembly: Assembly) -> Iterator[Reading]:
     kinds = quantized_kinds(frozen_model) if frozen_model is not None else Counter[str]()
     held = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
     wanted = TORCH_DTYPES.get(teacher.torch_dtype_str or TorchDtype.AUTO)
-    words = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
+    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
     count = sum(map(weight_count, parameters))
     yield Reading(
-        "training.teacher", "a frozen model", _frozen(assembly, "model"), f"{counted(count, 'parameter')}, {words}"
+        "training.teacher", "a frozen model", _frozen(assembly, "model"), f"{counted(count, 'parameter')}, {dtypes}"
     )
     if wanted is not None:
-        found = str(teacher.torch_dtype_str) if held == {wanted} else words
+        found = str(teacher.torch_dtype_str) if held == {wanted} else dtypes
         yield Reading("training.teacher.torch_dtype_str", str(teacher.torch_dtype_str), found, "its parameters")
     if teacher.bits is not None or kinds:
         asked = kind_name(teacher.bits, "nf4", False) if teacher.bits is not None else "not packed"
@@ -141,10 +141,10 @@ def read_moved(assembly: Assembly, before: Fingerprints | None) -> Iterator[Read
         return
     now = take_fingerprints(assembly)
     assert now is not None
-    said = "unmoved" if now.fixed == before.fixed else "moved"
+    result = "unmoved" if now.fixed == before.fixed else "moved"
     what = "reference: base under the adapter" if assembly.frozen_model is None else "reference"
     what = "teacher" if assembly.config.training.teacher is not None else what
     moved = "moved" if now.trained != before.trained else "has not moved"
     yield Reading(
-        f"reference ({what})", "unmoved", said, f"sum of its bits {now.fixed:016x}; the trained model {moved}"
+        f"reference ({what})", "unmoved", result, f"sum of its bits {now.fixed:016x}; the trained model {moved}"
     )

@@ -50,24 +50,24 @@ def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
     if used is None or used is False:
         return
     asked = str(used)
-    yield Reading("model.chunked_loss", asked, asked if _is_apart(assembly, assembly.model) else CHANGED, SOURCE)
+    yield Reading("model.chunked_loss", asked, asked if _is_separable(assembly, assembly.model) else CHANGED, SOURCE)
     if assembly.config.training.teacher is not None and assembly.frozen_model is not None:
-        found = asked if _is_apart(assembly, assembly.frozen_model) else CHANGED
+        found = asked if _is_separable(assembly, assembly.frozen_model) else CHANGED
         yield Reading("model.chunked_loss of the teacher", asked, found, SOURCE)
 
 
-def _is_apart(assembly: Assembly, model: nn.Module) -> bool:
+def _is_separable(assembly: Assembly, model: nn.Module) -> bool:
     """Whether the head of a model can be computed separately from it."""
     was_training = model.training
     model.eval()
     with assembly.autocast:
         batch = {"input_ids": torch.arange(4, device=assembly.place.device).unsqueeze(0)}
         with torch.no_grad():
-            apart = assembly.through(head_is_last, batch) if model is assembly.model else head_is_last(model, batch)
+            separates = assembly.through(head_is_last, batch) if model is assembly.model else head_is_last(model, batch)
     model.train(was_training)
     if assembly.sharding is not None:
         assembly.sharding.free_gathered()  # no backward follows
-    return bool(apart)
+    return bool(separates)
 
 
 def read_router_loss(assembly: Assembly) -> Iterator[Reading]:
@@ -138,8 +138,8 @@ def read_embedding_noise(assembly: Assembly) -> Iterator[Reading]:
     """NEFTune: the noise of the input embeddings in training."""
     asked, found = assembly.config.training.neftune_noise_alpha, embedding_noise(assembly.model)
     if asked is not None or found:
-        said = " and ".join(f"{noise.alpha:g}" for noise in found) or "no noise"
-        yield Reading("training.neftune_noise_alpha", f"{asked or 0:g}", said, "hooks of the input embeddings")
+        shown = " and ".join(f"{noise.alpha:g}" for noise in found) or "no noise"
+        yield Reading("training.neftune_noise_alpha", f"{asked or 0:g}", shown, "hooks of the input embeddings")
 
 
 def read_own_loss(assembly: Assembly) -> Iterator[Reading]:

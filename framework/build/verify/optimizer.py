@@ -42,12 +42,12 @@ def read_optimizer(assembly: Assembly) -> Iterator[Reading]:
 
 def _share_apart(assembly: Assembly) -> str:
     """Share of the trained weights that an optimizer of matrices treats as matrices."""
-    apart = matrix_parameters(assembly.config.training, assembly.model)
-    if not apart:
+    matrices = matrix_parameters(assembly.config.training, assembly.model)
+    if not matrices:
         return ""
-    share = sum(matrix.numel() for matrix in apart) / sum(parameter.numel() for parameter in assembly.trained)
-    others = "; AdamW has the others" if len(apart) < len(assembly.trained) else ""
-    return f": {counted(len(apart), 'matrix', 'matrices')}, {share:.0%} of the trained weights{others}"
+    share = sum(matrix.numel() for matrix in matrices) / sum(parameter.numel() for parameter in assembly.trained)
+    others = "; AdamW has the others" if len(matrices) < len(assembly.trained) else ""
+    return f": {counted(len(matrices), 'matrix', 'matrices')}, {share:.0%} of the trained weights{others}"
 
 
 def read_parameter_groups(assembly: Assembly) -> Iterator[Reading]:
@@ -103,10 +103,10 @@ def read_optimizer_states(assembly: Assembly, step: FirstStep) -> Iterator[Readi
         yield Reading("optimizer states", None, _worded(found), per_parameter)
         yield _read_groups(assembly.optimizer)
         return
-    apart = matrix_parameters(assembly.config.training, assembly.model)
+    matrices = matrix_parameters(assembly.config.training, assembly.model)
     asked, on_card = Optimizer(assembly.config.training.optimizer), assembly.place.kind == "cuda"
     states = rows_beside(asked)[asked].states
-    looked = (Looked(parameter, parameter in apart, on_card) for parameter in assembly.trained)
+    looked = (Looked(parameter, parameter in matrices, on_card) for parameter in assembly.trained)
     wanted = Counter(state for each in looked for state in states(assembly.config.training, each))
     yield Reading("optimizer states", _worded(wanted), _worded(found), per_parameter)
 

@@ -35,14 +35,14 @@ def read_sharding(assembly: Assembly) -> Iterator[Reading]:
     share = round(1 / _held(assembly), 1)
     numbers: Counter[str] = Counter()
     for parameter in assembly.model.parameters():
-        numbers[_word(parameter.dtype)] += local_part(parameter).numel()
+        numbers[_name_of(parameter.dtype)] += local_part(parameter).numel()
     by_dtype = ", ".join(f"{count:,} {dtype}" for dtype, count in numbers.most_common())
     source = f"{by_dtype} of this rank; {sharding.replicas} of the same"
     yield Reading("fsdp.enable_fsdp", f"1/{sharding.shards} of the weights", f"1/{share:g} of the weights", source)
     blocks = sum(1 for block in sharding.blocks if parameter_groups(block))
     asked, found = (f"{count} {sharding.block_class} and the rest" for count in (len(sharding.blocks), blocks))
     lower = parameter_groups(sharding.blocks[0])[0].mp_policy.param_dtype
-    gathered = f"fully_shard, gathered in {_word(lower)}" if lower is not None else "fully_shard"
+    gathered = f"fully_shard, gathered in {_name_of(lower)}" if lower is not None else "fully_shard"
     yield Reading("fsdp.transformer_layer_cls", asked, found, gathered)
     stays = {not bool(parameter_groups(block)[0].post_forward_mesh_info) for block in sharding.blocks}
     wanted = fsdp.sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
@@ -79,7 +79,7 @@ def _held(assembly: Assembly) -> float:
     return sum(local_part(item).numel() for item in parameters) / sum(item.numel() for item in parameters)
 
 
-def _word(dtype: Any) -> str:
+def _name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -128,8 +128,8 @@ def read_context(assembly: Assembly) -> Iterator[Reading]:
         with assembly.attention:
             parts = predict(part)
         whole = predict(batch)[:, part["positions"][0]]
-    apart = (parts - whole).norm(dim=-1) / whole.norm(dim=-1)
-    difference = float(assembly.ranks.sum(apart.mean()) / assembly.ranks.world)
+    relative = (parts - whole).norm(dim=-1) / whole.norm(dim=-1)
+    difference = float(assembly.ranks.sum(relative.mean()) / assembly.ranks.world)
     layers = context.calls - before
     found = f"{context.size} devices share each row"
     if not layers:

@@ -72,17 +72,17 @@ def read_autocast(assembly: Assembly) -> Iterator[Reading]:
     """The dtype of a matrix product in the context of forward, its master weights and its loss scaler."""
     key = "training.mixed_precision_dtype"
     asked = MixedPrecision(assembly.config.training.mixed_precision_dtype or "none")
-    words = {dtype: str(word) for word, dtype in AUTOCAST_DTYPES.items()}
+    names = {dtype: str(choice) for choice, dtype in AUTOCAST_DTYPES.items()}
     kind, sharding = assembly.place.kind, assembly.sharding
     settings = causal_model(assembly.model).config.get_text_config().to_dict()
     float16 = "".join(f"; {line}" for line in describe_float16(assembly.config, settings))
     if sharding is not None:
         gathered = sharding.gathered_dtype
-        found = words.get(gathered, "?") if gathered is not None else "none"
+        found = names.get(gathered, "?") if gathered is not None else "none"
         yield Reading(key, str(asked), found, f"what fully_shard gathers weights in{float16}")
         return
     with assembly.autocast:
-        found = words.get(torch.get_autocast_dtype(kind), "?") if torch.is_autocast_enabled(kind) else "none"
+        found = names.get(torch.get_autocast_dtype(kind), "?") if torch.is_autocast_enabled(kind) else "none"
     source, scale = f"torch.autocast on {kind}", assembly.loss_scale
     if found != "none" and {parameter.dtype for parameter in assembly.trained} == {torch.float32}:
         source += ", float32 masters"
@@ -122,12 +122,12 @@ def read_float8_products(assembly: Assembly) -> Iterator[Reading]:
     found = Counter(str(module.config.cast_config_input.scaling_granularity.value) for module in converted)
     held = [module for module in linear if isinstance(module, Float8Base) and module.weight.dtype is HELD]
     found.update(str(Fp8.ROWWISE if len(module.scales) > 1 else Fp8.TENSORWISE) for module in held)
-    words = [f"{kind.replace('axiswise', 'rowwise')} in {counted(count, 'layer')}" for kind, count in found.items()]
+    kinds = [f"{kind.replace('axiswise', 'rowwise')} in {counted(count, 'layer')}" for kind, count in found.items()]
     could = len(linear_layers(assembly.model, frozen=assembly.config.training.use_peft))
     wanted = "none" if asked is Fp8.NONE else f"{asked} in {counted(could, 'layer')}"
     source = f"class of {counted(len(linear), 'linear layer')}"
     source += f"; {sum(module.weight.nbytes for module in held) / 2**30:.2f} GiB held in {HELD}" if held else ""
-    yield Reading("training.fp8", wanted, ", ".join(words) or "none", source)
+    yield Reading("training.fp8", wanted, ", ".join(kinds) or "none", source)
 
 
 def read_head(assembly: Assembly) -> Iterator[Reading]:

@@ -78,8 +78,8 @@ def read_message(text: str) -> tuple[Message, tuple[Line, ...]] | None:
         return None
     found.sort(key=_rank)
     first = found[0]
-    alike = (hit.text.lines[hit.index].writer for hit in found if hit.shape.kind is first.shape.kind)
-    writers = tuple(dict.fromkeys(mark.strip("[]():| ") for mark in alike if mark))
+    same_kind = (hit.text.lines[hit.index].writer for hit in found if hit.shape.kind is first.shape.kind)
+    writers = tuple(dict.fromkeys(mark.strip("[]():| ") for mark in same_kind if mark))
     return replace(_read(first), writers=writers), tuple(first.text.lines)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from framework.memory.explain.causes import Cause, Repair
 from framework.memory.explain.evidence import SavedLever, SavedPlan
-from framework.memory.levers import LEVERS, Lever, Setting, lever, same, word
+from framework.memory.levers import LEVERS, Lever, Setting, format_value, lever, same
 from framework.memory.requirements import is_installed, possible, suits
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import value_of
@@ -125,7 +125,7 @@ def _plain_move(row: Lever, setting: Setting) -> Move:
     requires = setting.requires if row.key != BATCH else {}
     requires = {**requires, "gpu.count": 2} if row.key == _SHARDED else requires
     missing = {key: value for key, value in requires.items() if value_of(_DEFAULT, key) != value}
-    override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **missing}.items())
+    override = " ".join(f"{key}={format_value(value)}" for key, value in {row.key: setting.value, **missing}.items())
     is_exact = not setting.changes and missing.keys() <= {"gpu.count"}
     return Move(override, None, costs_of(setting), is_exact)
 
@@ -192,7 +192,7 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
         if changed is None:
             continue
         shown = {"training.global_batch_size": config.batch.global_size} if row.key == BATCH else changes
-        override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **shown}.items())
+        override = " ".join(f"{key}={format_value(value)}" for key, value in {row.key: setting.value, **shown}.items())
         exact = _keeps_results(row, setting, config) and (row.key == BATCH or not changes)
         yield Proposal(row.key, override, costs_of(setting), exact, changed, row.shrinks)
 

@@ -15,7 +15,7 @@ from framework.memory.levers.execution import CACHES, KERNELS, SHARDING, TASKS
 from framework.memory.levers.row import Axis, Lever, Setting
 from framework.memory.levers.weights import ADAPTERS, FP8, FREEZING, OPTIMIZERS, PRECISION
 
-__all__ = ["LEVERS", "Axis", "Lever", "Setting", "every_setting", "lever", "same", "word"]
+__all__ = ["LEVERS", "Axis", "Lever", "Setting", "every_setting", "format_value", "lever", "same"]
 
 LEVERS = (
     *BATCH,
@@ -45,13 +45,13 @@ def every_setting() -> Iterator[tuple[Lever, Setting]]:
     return ((row, setting) for row in LEVERS for setting in row.settings)
 
 
-def word(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value as typed on the command line."""
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(word, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def same(value: Any, other: Any) -> bool:
     """Whether two values of a key are equal in any spelling. Unset equals `none`."""
-    return word("none" if value is None else value) == word("none" if other is None else other)
+    return format_value("none" if value is None else value) == format_value("none" if other is None else other)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from framework.memory.cards import card_names, read_card
 from framework.memory.ledger import Plan
-from framework.memory.levers import lever, same, word
+from framework.memory.levers import format_value, lever, same
 from framework.memory.requirements import default_of, possible, with_values
 from framework.memory.resolve import resolve
 from framework.memory.search.estimate import Figures
@@ -255,9 +255,8 @@ def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
             f"the speed of {written.gpu.name} is not known: candidates were ranked by the rates of {STAND_IN}"
         )
     for key in traded(opened(written), after):
-        remarks.append(
-            f"{key}={word(value_of(after, key))} changes the training result: {change_of(key, value_of(after, key))}"
-        )
+        value = value_of(after, key)
+        remarks.append(f"{key}={format_value(value)} changes the training result: {change_of(key, value)}")
     if after.training.compile is True and opened(written).training.compile is not True:
         remarks.append("compiling makes the first step 8 to 40 s longer, and again for each new shape of batch")
     return remarks

@@ -6,7 +6,7 @@ from typing import Any
 
 from framework.escaping import paragraph, table
 from framework.memory.ledger import Plan
-from framework.memory.levers import word
+from framework.memory.levers import format_value
 from framework.memory.units import size
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
@@ -105,7 +105,7 @@ class Found:
             saves, costs = change.saves_bytes, change.costs_seconds
             memory = "-" if saves is None else f"{'-' if saves > 0 else '+'}{size(abs(saves))}"
             seconds = "-" if costs is None else f"{costs:+.3f} s"
-            moved = f"{change.key}: {word(change.old)} -> {word(change.new)}"
+            moved = f"{change.key}: {format_value(change.old)} -> {format_value(change.new)}"
             rows.append((moved, memory, seconds, "same" if change.exact else "CHANGED"))
         changes = (
             table(("change", "memory", "a step", "training"), rows) if rows else paragraph("Nothing has to change.")
@@ -135,4 +135,4 @@ class Found:
 def typed(values: dict[str, Any], global_batch: int) -> tuple[str, ...]:
     """Values of keys as command-line overrides."""
     batch = {"training.global_batch_size": global_batch} if "training.per_device_train_batch_size" in values else {}
-    return tuple(f"{key}={word(value)}" for key, value in {**values, **batch}.items())
+    return tuple(f"{key}={format_value(value)}" for key, value in {**values, **batch}.items())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from framework.memory.levers import LEVERS, Axis, lever, same, word
+from framework.memory.levers import LEVERS, Axis, format_value, lever, same
 from framework.memory.requirements import default_of, is_installed, possible, suits, with_values
 from framework.memory.search.estimate import Figures, depths_of
 from framework.schema.config import TrainingConfig
@@ -59,7 +59,7 @@ class Structure:
 
     @property
     def name(self) -> tuple[str, ...]:
-        return tuple(f"{key}={word(value)}" for key, value in self.choices.items())
+        return tuple(f"{key}={format_value(value)}" for key, value in self.choices.items())
 
     @property
     def uses_host(self) -> bool:
@@ -167,13 +167,13 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
     if CHECKPOINTS in free and EVERY in free and (depths := depths_of(config)) is not None:
         table = {**table, EVERY: tuple(every for every in FINE if every < depths.all)}
     axes = {key: _values(config, key, table[key]) if key in free else (value_of(config, key),) for key in table}
-    company = [(key, tuple(fitting.items())) for key in axes if (fitting := _required(config, key, axes))]
+    prerequisites = [(key, tuple(fitting.items())) for key in axes if (fitting := _required(config, key, axes))]
     plain = {key: _places_of(default_of(key), axes[key]) if key in free else range(len(axes[key])) for key in axes}
     found: list[Structure] = []
     changed_to = _Changed(config, runs_here)
     for places in product(*(range(len(values)) for values in axes.values())):
         at = dict(zip(axes, places, strict=True))
-        idle = {key for key, others in company if any(at[name] not in fitting for name, fitting in others)}
+        idle = {key for key, others in prerequisites if any(at[name] not in fitting for name, fitting in others)}
         if any(at[key] not in plain[key] for key in idle):
             continue
         choices = {key: axes[key][place] for key, place in at.items()}
@@ -201,7 +201,7 @@ class _Changed:
         every = values.get(EVERY, 1)
         if every == 1:
             return possible(self.config, values, self.runs_here)
-        others = tuple(word(value) for key, value in values.items() if key != EVERY)
+        others = tuple(format_value(value) for key, value in values.items() if key != EVERY)
         if others not in self.known:
             self.known[others] = possible(self.config, values, self.runs_here)
         like = self.known[others]
@@ -318,7 +318,7 @@ class _Space:
 
 def _name(structure: Structure, changes: Mapping[str, Any]) -> tuple[str, ...]:
     """Name of the structure with these choices changed."""
-    return tuple(f"{key}={word(value)}" for key, value in {**structure.choices, **changes}.items())
+    return tuple(f"{key}={format_value(value)}" for key, value in {**structure.choices, **changes}.items())
 
 
 def related_key(structure: Structure) -> tuple[str, ...]:

@@ -89,8 +89,10 @@ class SweptRun:
 
     def overrides(self, job: Job) -> list[str]:
         """The overrides after the recipe that define this run."""
-        words = [word for word in self.sweep.words_of(job) if not word.startswith("training.output_dir=")]
-        return [*words, f"training.output_dir={quoted(str(job.folder))}"]
+        overrides = [
+            override for override in self.sweep.overrides_of(job) if not override.startswith("training.output_dir=")
+        ]
+        return [*overrides, f"training.output_dir={quoted(str(job.folder))}"]
 
     def arguments(self, job: Job) -> list[str]:
         """The arguments of `tunesmith train`."""

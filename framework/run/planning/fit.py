@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from framework.activity import doing
 from framework.errors import DoesNotFit, OutOfMemory, Problem, RequestError
 from framework.memory.cards import detect
-from framework.memory.levers import word
+from framework.memory.levers import format_value
 from framework.memory.search.fastest import Shortage, no_shortage
 from framework.memory.search.find import find
 from framework.memory.search.found import Found
@@ -105,7 +105,8 @@ def decide(config: TrainingConfig, runs_here: bool) -> Decided:
         return Decided(
             plain,
             tuple(
-                f"{key}={word(value_of(plain, key))}: the plain value, {config.gpu.name} has no limit" for key in keys
+                f"{key}={format_value(value_of(plain, key))}: the plain value, {config.gpu.name} has no limit"
+                for key in keys
             ),
         )
     found = _searched(config, (), (), [key for key in INEXACT if key in keys], None, runs_here)
@@ -113,7 +114,7 @@ def decide(config: TrainingConfig, runs_here: bool) -> Decided:
     for change in found.changes:
         saves = change.saves_bytes
         moved = f"{'saves' if saves > 0 else 'takes'} {size(abs(saves))}. " if saves else ""
-        reasons.append(f"{change.key}={word(change.new)}: {moved}{change.why}")
+        reasons.append(f"{change.key}={format_value(change.new)}: {moved}{change.why}")
     return Decided(found.config, (*reasons, *found.remarks), found)
 
 

@@ -36,10 +36,10 @@ def describe_revision() -> str | None:
         return _git(place, "describe", "--always", "--dirty", "--abbrev=40") or commit
 
 
-def _git(place: dict[str, str], *words: str) -> str | None:
+def _git(place: dict[str, str], *arguments: str) -> str | None:
     """Output of a read-only git command; None if it fails. Git's environment variables are ignored."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "--no-pager", "--no-optional-locks", "-c", "core.fsmonitor=false", *words]
+    command = ["git", "--no-pager", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
     environment = {**kept, "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", **place}
     try:
         done = subprocess.run(

@@ -120,9 +120,9 @@ def _repeated_bytes(assembly: Assembly) -> int:
     tensor = assembly.tensor
     if tensor is None:
         return 0
-    alike = [item for name, item in assembly.model.named_parameters() if name not in tensor.dimensions]
-    states = [value for item in alike for value in assembly.optimizer.state.get(item, {}).values()]
-    kept = [item for item in alike if item.requires_grad or assembly.adapter is None]
+    replicated = [item for name, item in assembly.model.named_parameters() if name not in tensor.dimensions]
+    states = [value for item in replicated for value in assembly.optimizer.state.get(item, {}).values()]
+    kept = [item for item in replicated if item.requires_grad or assembly.adapter is None]
     held = sum(_sizes([*kept, *(value for value in states if isinstance(value, torch.Tensor))]))
     return held * (_shards(assembly) - _shards(assembly) // tensor.size)
 

@@ -140,11 +140,7 @@ def _build(
     _require_capacity(plan, folder, config, coordinator)
     unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one of them loads for all
     read = read_digests(inputs) | inputs.from_python.names
-    origin = (
-        _origin_of(folder, config, read, allow)
-        if resume
-        else _Origin(config, warnings=check_adapters_base(config, read, allow))
-    )
+    origin = _origin_of(folder, config, read, allow) if resume else _fresh(config, read, allow)
     config = origin.config
     batches = training_batches(config, inputs, origin.state, coordinator.ranks.rank)
     total = total_steps(config, batches)
@@ -214,6 +210,10 @@ def _file_notes(origin: _Origin, unused: Sequence[Problem]) -> Iterator[str]:
     yield from (f"resumed with {change}" for change in origin.changes)
     yield from (f"warning   {warning}" for warning in origin.warnings)
     yield from (f"warning   {warning.key}: {warning.message}" for warning in unused)
+
+
+def _fresh(config: TrainingConfig, read: Mapping[str, Any], allow: Sequence[str]) -> _Origin:
+    return _Origin(config, warnings=check_adapters_base(config, read, allow))
 
 
 def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any], allow: Sequence[str]) -> _Origin:

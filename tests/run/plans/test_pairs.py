@@ -21,7 +21,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from framework.build.levers import compiled
 from framework.build.loading.model import read_architecture
 from framework.memory.cards import read_card
-from framework.memory.levers import every_setting, word
+from framework.memory.levers import every_setting, format_value
 from framework.memory.requirements import is_installed, suits
 from framework.memory.resolve import resolve
 from framework.run import trainer
@@ -39,7 +39,7 @@ TEXT = [f"row {number} of the text " * (1 + number % 2) for number in range(60)]
 ANSWERS = [{"prompt": text, "chosen": f"yes {number}", "rejected": "no"} for number, text in enumerate(TEXT)]
 CPU = GPUParams(name="cpu")
 CARD = GPUParams.model_validate(read_card("h100_80gb"))
-ROUNDED = {word(choice) for choice, facts in FACTS.items() if facts.keeps_small_updates}
+ROUNDED = {format_value(choice) for choice, facts in FACTS.items() if facts.keeps_small_updates}
 """Optimizers that a rounding goes with: its setting names one of them."""
 BATCH = ("training.global_batch_size", "training.max_grad_norm")
 """Keys next to a setting that make it legal or comparable; without them it still has its effect."""
@@ -57,7 +57,7 @@ CHOICES = [
     for row, setting in every_setting()
     if not (is_default(row.key, setting.value) or row.key.startswith("fsdp."))  # tests/run/ranks/test_sharded.py
 ]
-NAMES = [f"{key}={word(setting.value)}" for key, setting in CHOICES]
+NAMES = [f"{key}={format_value(setting.value)}" for key, setting in CHOICES]
 PAIRS = [(i, j) for i, j in itertools.combinations(range(len(CHOICES)), 2) if CHOICES[i][0] != CHOICES[j][0]]
 """Numbers of two settings of different keys."""
 
@@ -142,7 +142,7 @@ def rule_fault(config: TrainingConfig, *numbers: int) -> str | None:
             is_overruled = other in chosen and chosen[other].value != needed and other not in BATCH
             is_overruled = is_overruled and not {chosen[other].value, needed} <= ROUNDED
             if is_overruled and not any({key, other} <= set(item.keys) for item in warned):
-                return f"{key} needs {other}={word(needed)}, and nothing says so"
+                return f"{key} needs {other}={format_value(needed)}, and nothing says so"
     return None
 
 
