@@ -66,7 +66,7 @@ ONCE = ("peft.peft_method", "peft.lora_modules_to_save")
 """Keys of adapters that are measured only on the 1B."""
 SHARDED = [lever.key for lever in LEVERS if lever.key.startswith("fsdp.")]
 WITHOUT_ROW = {
-    "training.per_device_eval_batch_size": "moves evaluation alone, not the step",
+    "training.per_device_eval_batch_size": "affects only evaluation, not the step",
     "training.use_peft": "m2 is the adapter; the 8B in full does not fit the card",
     "peft.peft_method=pissa": "its start takes minutes (a decomposition of each matrix); its tensors are lora's",
     "peft.peft_method=rslora": "its tensors and kernels are lora's",

@@ -20,7 +20,7 @@ def minilm_folder() -> Path | None:
 
 
 def docstring_sections(folder: Path, output: Path, **training: Any) -> dict[str, Any]:
-    """Sections of a run that tells from a docstring which package of the standard library it stands in."""
+    """Sections of a run that classifies a docstring by its package in the standard library."""
     return {
         "training": {
             "task": "classification",

@@ -7,7 +7,7 @@ from framework.schema.config import TrainingConfig
 
 
 def sections(*chosen: tuple[str, Setting]) -> dict[str, dict[str, Any]]:
-    """The settings as a tree, each with the keys it needs next to it; what is chosen itself wins over those."""
+    """The settings as a tree, each with the keys that it needs in addition; chosen values override those."""
     flat: dict[str, Any] = {}
     for _, setting in chosen:
         flat |= setting.requires

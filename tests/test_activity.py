@@ -1,4 +1,4 @@
-"""What a command is doing: a line now and again in a pipe, one line that is written over on a terminal."""
+"""The status of a command: a line now and again in a pipe, one overwritten line on a terminal."""
 
 import os
 import pty

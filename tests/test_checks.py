@@ -1,4 +1,4 @@
-"""Tier A: text and meaning checked together, every problem located, nothing said twice or by mistake."""
+"""Tier A: syntax and values checked together, every problem located, nothing reported twice or by mistake."""
 
 from pathlib import Path
 

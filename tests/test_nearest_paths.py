@@ -1,4 +1,4 @@
-"""A path that leads nowhere names the one that was probably meant, wherever a path is taken."""
+"""A path that does not exist is reported with the one probably intended, wherever a path is accepted."""
 
 import json
 from pathlib import Path

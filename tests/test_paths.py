@@ -1,4 +1,4 @@
-"""What is no regular file is told within the time of a look, and never waited for or opened."""
+"""Files that are not regular are refused at once, and never waited for or opened."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ GOOD = "model: {model_name: ./base}\ndata: {train: [{path: user/set}]}\n"
 
 @pytest.fixture
 def refused(write, capsys):
-    """Runs a command that exits 2; gives what it said on one line."""
+    """Runs a command that exits 2; returns its message on one line."""
 
     def run(*arguments: str) -> str:
         capsys.readouterr()

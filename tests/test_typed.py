@@ -1,4 +1,4 @@
-"""The package tells its types: each public name is one that a type checker sees."""
+"""The package ships its types: a type checker sees each public name."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""The committed table of recipes and cards (docs/verdicts.md) against what is computed now."""
+"""The committed table of recipes and cards (docs/verdicts.md) compared with verdicts computed now."""
 
 import json
 import random

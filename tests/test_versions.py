@@ -1,4 +1,4 @@
-"""Installed libraries of versions that are not supported are told before they are imported."""
+"""Installed libraries of unsupported versions are reported before they are imported."""
 
 import sys
 from importlib.metadata import PackageNotFoundError, requires

@@ -59,7 +59,7 @@ class LossScale:
 
 
 def build_loss_scale(training: TrainingParams, place: Place) -> LossScale:
-    """torch's scaler with its defaults, enabled for float16 autocast alone: bfloat16 has the range of float32."""
+    """torch's scaler with its defaults, enabled only for float16 autocast: bfloat16 has the range of float32."""
     # torch uses the kind only to ask whether CUDA is available, which a rehearsal does not need
     kind = "cpu" if place.rehearsed else place.kind
     return LossScale(torch.amp.GradScaler(kind, enabled=training.mixed_precision_dtype == MixedPrecision.FP16))

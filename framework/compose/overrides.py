@@ -100,7 +100,7 @@ def parse(overrides: Sequence[str], problems: list[Problem]) -> ParsedOverrides:
 
 
 def listed(overrides: Sequence[str], takes_cards: bool) -> tuple[str, dict[str, list[str]]] | None:
-    """The key with a list of values, and for each value the overrides with it alone; None if there is no list.
+    """The key with a list of values, and for each value the overrides with only that value; None if there is no list.
 
     `gpu=a,b` is one machine, unless `takes_cards` makes it a list too. Raises RequestError for two such keys.
     """

@@ -1,7 +1,7 @@
 """`-m`: a sweep by Hydra. Its sweeper determines the runs, its launcher starts them, on any machine.
 
 Hydra gets only the swept keys: a group as a group of its own, a dotted key as a key without a value, so that
-`gpu=a,b` and `gpu.count=1,2` go together. Each run gets plain overrides, which compose like any request.
+`gpu=a,b` and `gpu.count=1,2` can be combined. Each run gets plain overrides, which compose like any request.
 """
 
 import contextlib

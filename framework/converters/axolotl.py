@@ -44,7 +44,7 @@ def translate(t: Translation) -> None:
     if t.source.strings("unfrozen_parameters"):
         text = "model.freeze_layers: the modules that are not trained; until then all are"
         t.leave("unfrozen_parameters", Why.WRITE, text)
-        t.head.append("Axolotl trains its unfrozen_parameters alone: name the others under model.freeze_layers")
+        t.head.append("Axolotl trains only its unfrozen_parameters: name the others under model.freeze_layers")
     _adapter(t)
     _rates(t)
     _sharding(t)

@@ -78,7 +78,7 @@ def _adapter(t: Translation) -> None:
     if kind not in ("lora", "oft"):
         apply(t, table("llamafactory")["full"], TOOL)
         if kind == "freeze":
-            t.head.append("LLaMA-Factory trains its last blocks alone: add model.freeze_first_blocks")
+            t.head.append("LLaMA-Factory trains only its last blocks: add model.freeze_first_blocks")
         return
     t.put("training.use_peft", True, "finetuning_type")
     if kind == "oft":

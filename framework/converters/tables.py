@@ -195,7 +195,7 @@ def carry_trackers(t: Translation, key: str) -> None:
     if ours:
         t.put("training.trackers", ours, key)
     elif names in ([], ["none"]):
-        t.leave(key, Why.DEFAULT, "metrics.jsonl alone")
+        t.leave(key, Why.DEFAULT, "only metrics.jsonl")
     for name in names:
         if name not in (*known, "none"):
             t.leave(key, Why.ABSENT, f"of {name}: trackers are {', '.join(Tracker)}")

@@ -46,12 +46,12 @@ def _causes(comparison: Comparison, width: int) -> Iterator[Text]:
         return
     rows = [(", ".join(cause.keys), *_effect(comparison.a, cause)) for cause in by_effect(comparison)]
     yield Text()
-    yield from table([("a with these keys from b, alone", "peak", "upper end", "then in"), *rows])
+    yield from table([("a with only these keys from b", "peak", "upper end", "then in"), *rows])
     for cause in comparison.causes:
         if cause.refusal:
-            yield from wrapped(f"{', '.join(cause.keys)}: not possible alone, {cause.refusal}", width)
+            yield from wrapped(f"{', '.join(cause.keys)}: not possible by themselves, {cause.refusal}", width)
     if comparison.others:
-        yield from wrapped(f"not planned alone: {', '.join(comparison.others)}", width)
+        yield from wrapped(f"not planned separately: {', '.join(comparison.others)}", width)
     more = remainder(comparison)
     if more:
         yield from wrapped(f"{plan_text.signed_size(more)} more comes from keys acting together", width)

@@ -185,7 +185,7 @@ def memory_parts(run: Run) -> Iterator[str]:
     memory = run.memory
     if memory is None or not memory.phases:
         written = "memory.json is written at the end of a run, and where its memory ran out in a step"
-        plan = "; the plan alone" if run.plan is not None else ", and there is no plan"
+        plan = "; only the plan" if run.plan is not None else ", and there is no plan"
         yield f'<p class="soft">{escape(f"{written}: nothing measured{plan}.")}</p>'
         if run.plan is not None:
             rows = [

@@ -105,7 +105,7 @@ _NO_KEY: Mapping[str, tuple[str, ...]] = {
         "export_hub_model_id", "hub_model_id", "hub_private_repo", "hub_strategy", "push_to_hub",
     ),
     "whether higher or lower is better follows from the metric's name (training.best_metric)": ("greater_is_better",),
-    "a checkpoint always has everything for a resume, and the separate export is the model alone": (
+    "a checkpoint always has everything for a resume, and the separate export is only the model": (
         "save_only_model",
     ),
     "fsdp.forward_prefetch and fsdp.backward_prefetch limit what is gathered ahead": ("limit_all_gathers",),

@@ -1,4 +1,4 @@
-"""A model's folder: what lies next to the weights decides, and what is missing, damaged or left over is named."""
+"""A model's folder: its `config.json` takes precedence, and missing, damaged and unused weights are named."""
 
 import json
 import shutil

@@ -38,7 +38,7 @@ def test_the_limit_is_what_is_set_or_what_the_model_has(model: dict[str, object]
 
 
 def test_more_than_the_model_has_positions_for_is_refused() -> None:
-    """Also when only the model's own config tells the positions."""
+    """Also if only the model's own config states the number of positions."""
     with pytest.raises(RequestError, match=r"model\.model_max_length: 1025 tokens .* 1024 positions"):
         settled({"architecture": {"model_type": "gpt2"}, "model_max_length": 1025})
 

@@ -45,7 +45,7 @@ def test_float16_without_its_scaler_stops_the_run():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_an_adapter_on_a_half_precision_base_is_float32(dtype):
-    """Fp16 weights with fp16 autocast train, because what is trained next to them is float32."""
+    """Fp16 weights with fp16 autocast train, because the weights trained next to them are float32."""
     autocast = {"float16": "fp16", "bfloat16": "bf16"}[dtype]
     config = tiny_config(
         model={"torch_dtype_str": dtype},
@@ -90,7 +90,7 @@ def test_another_optimizer_than_the_one_asked_for_stops_the_run():
 
 
 def test_chunked_loss_is_refused_where_the_model_changes_its_logits():
-    """What no known setting tells shows in a forward pass: here a cap that comes after the model was built."""
+    """A change that no known setting announces shows in a forward pass: here a cap added after the model was built."""
     uncapped = {**GEMMA2, "final_logit_softcapping": None}
     assembly = tiny_assembly(tiny_config(uncapped, model={"chunked_loss": True}))
     verify(assembly)

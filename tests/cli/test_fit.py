@@ -85,7 +85,8 @@ def test_the_document_of_fit(arithmetic, run, write):
 
 @pytest.mark.slow
 def test_the_overrides_of_fit_are_its_plan_and_a_second_search_reads_its_plans(run, write, monkeypatch):
-    """By the real planner: what is proposed, typed behind the same request, is planned to the byte as `fit` said."""
+    """By the real planner: the proposal, added to the same request, is planned with exactly the bytes that `fit`
+    printed."""
     recipe = write(TINY)
     code, out, _ = run("fit", recipe, *SMALL, "--json", *pinned(*FEW))
     document = json.loads(out)

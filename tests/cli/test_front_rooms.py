@@ -50,7 +50,7 @@ STEPS = [
     (command("check", "quickstart", "trainng.seed=1", "--json"), HEAVY),
     ("from framework import ModelParams, TrainingConfig, check, load, plan", HEAVY),
 ]
-"""What is done in a process, and what is not loaded after it; each has less to keep out than the one before."""
+"""Commands of a process, and modules not loaded after each; each must avoid fewer than the one before."""
 
 
 def test_what_is_not_loaded():

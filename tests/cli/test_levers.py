@@ -1,4 +1,4 @@
-"""`tunesmith levers`: the table, one row, and what is said of a key that has none."""
+"""`tunesmith levers`: the table, one row, and the message for a key without a row."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`predict`: answers in file order, the same as the model gives by itself; what is wrong with rows is said."""
+"""`predict`: answers in file order, equal to the model's own; faults of rows are reported."""
 
 import json
 import shutil
@@ -177,7 +177,7 @@ def test_of_a_pair_both_answers_are_scored_and_single_ones_as_well(tmp_path, cap
 
 
 def test_a_preference_run_writes_as_any_model_of_tokens(tmp_path, capsys):
-    """Of rows as it was trained on, and of bare prompts; pairs and judged answers alike."""
+    """For rows as in training, and for bare prompts; for pairs and judged answers."""
     pairs = [{"asked": f"{text}:", "good": f" {text[:7]}", "bad": f" {text}"} for text in TEXTS]
     judged = [
         {"asked": f"{text}:", "said": f" {text[:7]}", "fine": number % 2 == 0} for number, text in enumerate(TEXTS)
@@ -208,7 +208,7 @@ def judge(tmp_path_factory):
 
 
 def rewards_of(run, texts):
-    """What transformers says of each text alone, with the end token."""
+    """The output of transformers for each text by itself, with the end token."""
     model = AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     found = []

@@ -1,4 +1,4 @@
-"""`tunesmith report`: where the page goes, what is printed, and requests that cannot be carried out."""
+"""`tunesmith report`: the page's location, the printed lines, and requests that cannot be served."""
 
 import json
 

@@ -18,7 +18,7 @@ ASKED = [
 
 @pytest.fixture(autouse=True)
 def plain_values(monkeypatch):
-    """The search is not what is asked here: its plain values stand for what it finds."""
+    """The search is not under test: its plain values replace its result."""
     monkeypatch.setattr("framework.run.planning.fit.decide", lambda config, runs_here: Decided(opened(config), ()))
 
 

@@ -1,6 +1,6 @@
-"""`train -m`: runs are checked before the first starts, each has its folder and exit code, and one table tells all.
+"""`train -m`: runs are checked before the first starts, each has its folder and exit code, and one table lists all.
 
-A stand-in that reads the words takes the place of `tunesmith train` wherever a real run would show no more.
+A stand-in that reads the overrides replaces `tunesmith train` wherever a real run would show nothing more.
 """
 
 import json
@@ -49,7 +49,7 @@ sys.exit(0 if seed < 10 else seed - 10)
 
 @pytest.fixture
 def command(write, capsys, monkeypatch):
-    """Runs `train r.yaml -m` with a stand-in for each run; gives exit code, stdout and stderr."""
+    """Runs `train r.yaml -m` with a stand-in for each run; returns exit code, stdout and stderr."""
     write(GOOD)
     monkeypatch.delenv(ADDRESS, raising=False)  # its parent is the sweep, to which it sends a signal
     stand_in = [sys.executable, "-c", STAND_IN]

@@ -7,7 +7,7 @@ from framework.compose.writing import amended
 
 
 def test_rows_a_device_that_follow_from_the_global_batch_do_so_on_the_cards_it_is_for(write):
-    """On one card the text alone would be 8 rows a device, which two cannot share."""
+    """On one card the text by itself would give 8 rows per device, which two cannot share."""
     write("training: {global_batch_size: 8}\n")
     overrides = ["gpu=h100_80gb", "gpu.count=2"]
     text = amended("r.yaml", overrides, load("r.yaml", overrides), [])

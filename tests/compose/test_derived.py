@@ -1,4 +1,4 @@
-"""Rows a device follow from the global batch where nobody wrote how many; what is written stays."""
+"""The micro-batch follows from the global batch if it is not written; written values stay."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What an adapter's own config says decides over presets, and must agree with what is written."""
+"""An adapter's own config overrides presets, and must agree with written values."""
 
 import json
 

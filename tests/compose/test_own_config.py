@@ -1,4 +1,4 @@
-"""A preset's architecture gives way to the config that lies next to the weights; what was written on purpose stays."""
+"""The config next to the weights replaces a preset's architecture; values written in the recipe stay."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The bounded reader: what YAML means here, where each value stands, and what is refused."""
+"""The bounded reader: the meaning of YAML here, the location of each value, and refused files."""
 
 import time
 from pathlib import Path

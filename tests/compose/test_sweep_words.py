@@ -1,4 +1,4 @@
-"""Command lines with `-m`: which runs they are, what words each is given, where each goes, and what is refused."""
+"""Command lines with `-m`: the runs, the overrides and the folder of each, and refused sweeps."""
 
 from pathlib import Path
 

@@ -217,7 +217,7 @@ def test_tokens_that_are_added_positions_that_are_stretched_and_templates(conver
 
 
 def test_texts_that_are_too_long(converted) -> None:
-    """Rows are dropped there unless it is said; texts of `completion` are cut into several."""
+    """Rows are dropped there by default; texts of `completion` are split into several."""
     source = "base_model: a/b\ndatasets: [{path: c/d, type: %s}]\n"
     assert converted(source % "alpaca")[1]["data"]["truncation"] == "drop"
     assert "truncation" not in converted(source % "completion")[1]["data"]

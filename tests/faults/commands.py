@@ -1,4 +1,4 @@
-"""Commands run in this process, held to what no command may do, whatever it is given."""
+"""Commands run in this process, with checks of what no command may do, whatever its arguments."""
 
 import contextlib
 import getpass

@@ -1,4 +1,4 @@
-"""The seed of what is drawn, printed; and a run to which nothing happens."""
+"""The random seed, printed; and a run without faults for comparison."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""A disk that is full costs no work: what can be saved is, and with room the run goes on to the same bits.
+"""A full disk loses no work: everything that can be saved is, and with free space the run resumes to the same bits.
 
-The disk is a small file system in memory, which only root may make: `unshare -rm make faults` gives anyone the right.
+The disk is a small file system in memory, which only root may mount: `unshare -rm make faults` gives anyone the right.
 """
 
 import os

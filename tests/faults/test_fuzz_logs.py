@@ -1,4 +1,4 @@
-"""Logs of any content are explained, or it is said that they are of no known kind."""
+"""Logs of any content are explained, or reported as of no known kind."""
 
 import contextlib
 import json

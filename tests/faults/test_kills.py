@@ -1,4 +1,4 @@
-"""Killed at any moment, a run goes on to the same bits: at times drawn at random, and at each change of its folder."""
+"""A run killed at any moment resumes to the same bits: at random times, and at each change of its folder."""
 
 import contextlib
 import itertools

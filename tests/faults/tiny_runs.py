@@ -39,7 +39,7 @@ def request(corpus: Path, folder: Path, **training: Any) -> TrainingConfig:
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` without what is timed or measured."""
+    """Lines of `metrics.jsonl` without timed and measured values."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     shown = ("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens", "eval_loss")
     return [{key: line[key] for key in shown if key in line} for line in lines]
@@ -62,6 +62,6 @@ def go_on(whole: Whole, folder: Path, **training: Any) -> None:
 
 
 def names(folder: Path) -> set[str]:
-    """Files and folders of a run, but for its checkpoints, which may be of other steps."""
+    """Files and folders of a run except its checkpoints, which may be of other steps."""
     found = (path.relative_to(folder) for path in folder.rglob("*"))
     return {str(path) for path in found if path.parts[:1] != ("checkpoints",)}

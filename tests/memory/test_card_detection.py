@@ -117,7 +117,7 @@ def test_cards_hidden_from_cuda_are_not_planned_for(setting: str | None, indices
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place for a stand-in `nvidia-smi`, first on the path; without a file there is none at all."""
+    """A folder for a stand-in `nvidia-smi`, first on the path; without a file there is none at all."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path / "nvidia-smi"

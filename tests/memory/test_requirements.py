@@ -1,4 +1,4 @@
-"""What a setting needs of card and machine is found from the text alone, everything at once."""
+"""Requirements of a setting on card and machine are found from the recipe alone, all at once."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The plan's table of a shard's dtypes says what torch is told, and what is built."""
+"""The plan's table of a shard's dtypes matches torch's settings and the built model."""
 
 import pytest
 import torch

@@ -32,7 +32,7 @@ def test_short_kernels_wait_for_the_host() -> None:
 
 
 def test_host_and_card_that_take_turns_take_as_long_as_both() -> None:
-    """First a long kernel, then short ones that the host issues meanwhile, then the host alone."""
+    """First a long kernel, then short ones that the host issues meanwhile, then only the host works."""
     calls = [copy(1.0), *[copy(1e-6)] * 3000]
     time = estimate_step(calls, CARD, costs=COSTS)
     assert time.device == pytest.approx(0.5 + 3.001, rel=1e-3)  # the queue is empty again after a second

@@ -1,4 +1,4 @@
-"""Plans made by hand, so that what is shown can be told figure by figure."""
+"""Plans made by hand, so that each shown figure is known."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Run folders made by hand, as `train` writes them, so that a report can be told figure by figure."""
+"""Run folders made by hand, as `train` writes them, so that each reported figure is known."""
 
 import json
 from pathlib import Path

@@ -34,8 +34,8 @@ def test_terms_and_causes() -> None:
     assert "in backward optimizer step" in rows
     assert "training.optimizer +2.00 GiB +4.00 GiB backward" in rows
     assert "model.torch_dtype_str, training.mixed_precision_dtype -6.00 GiB -6.00 GiB loss" in rows
-    assert "model.chunked_loss: not possible alone, it cannot be" in text()
-    assert "not planned alone: peft.lora_r" in text()
+    assert "model.chunked_loss: not possible by themselves, it cannot be" in text()
+    assert "not planned separately: peft.lora_r" in text()
     assert not [row for row in rows if row.startswith("communication")], "terms that neither has are left out"
 
 

@@ -1,4 +1,4 @@
-"""How a run ended, told by what is in its folder."""
+"""How a run ended, read from the files in its folder."""
 
 import pytest
 

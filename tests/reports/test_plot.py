@@ -1,4 +1,4 @@
-"""Curves: what is kept of very many points, scales, gaps and marks."""
+"""Curves: thinning of very many points, scales, gaps and marks."""
 
 import math
 import random

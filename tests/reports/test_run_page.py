@@ -1,4 +1,4 @@
-"""The page of a run: every figure from its files, what is not there said, and in need of nothing else."""
+"""The page of a run: every figure comes from its files, missing ones are named, and it refers to nothing else."""
 
 import json
 import math
@@ -107,7 +107,7 @@ def test_on_the_cpu_memory_is_not_drawn_and_that_is_reported(tmp_path):
     assert PLOTS[0] not in drawings(page)
     assert "backward 18.50 GiB 18.00 GiB" in text(page)
     assert "%" not in text(page).partition("Time of a step")[0].partition("Memory by phase")[2]
-    assert "18.50 GiB for tensors alone" in text(page)
+    assert "18.50 GiB for tensors only" in text(page)
 
 
 def test_a_failure_has_its_cause_and_its_moves(tmp_path):
@@ -127,7 +127,7 @@ def test_a_run_without_steps_says_what_there_is_not(tmp_path):
     for message in (
         "no step made",
         "there is nothing to draw",
-        "the plan alone",
+        "only the plan",
         "backward 18.50 GiB",
         "metrics.jsonl: ",
     ):

@@ -23,7 +23,7 @@ class Ended:
 
 
 def free_port() -> str:
-    """Below those that the system gives to whoever asks for any: none takes it until it is bound."""
+    """Below the ports that the system assigns: nobody takes it until it is bound."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""A run with `training.ema_decay` and `training.neftune_noise_alpha`: what is exported, evaluated and resumed."""
+"""A run with `training.ema_decay` and `training.neftune_noise_alpha`: its export, evaluations and resume."""
 
 import json
 

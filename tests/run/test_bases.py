@@ -59,7 +59,7 @@ CHANGES = {
 
 @pytest.fixture(params=CHANGES)
 def changed(request, trained):
-    """The trained run with a base that has changed since; as it was afterwards."""
+    """The trained run with a base that has changed since; restored afterwards."""
     change, message = CHANGES[request.param]
     kept = shutil.copytree(trained / "base", trained / "kept")
     change(trained / "base")

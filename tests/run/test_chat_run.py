@@ -1,5 +1,4 @@
-"""Training on chats, from rows to the folder that is left: what is trained on, and that it renders the same
-afterwards."""
+"""Training on chats, from rows to the final folder: supervised tokens, and the same rendering afterwards."""
 
 import json
 from pathlib import Path
@@ -114,7 +113,7 @@ def test_a_tokenizer_that_does_not_read_back_is_a_failed_save(tmp_path: Path, mo
 
 
 def test_a_left_padding_tokenizer_makes_the_same_batches(tmp_path: Path) -> None:
-    """Padding is on the right and never learnt; the end of each answer is, though it is the padding too."""
+    """Padding is on the right and never supervised; the end of each answer is, though it is the padding token too."""
     rows = [{"messages": [{"role": "user", "content": "two " * number}, CHATS[number][2]]} for number in range(1, 8)]
     some = config(tmp_path, rows, "plain")
     inputs = read_inputs(some)
@@ -194,7 +193,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mode", first(2, [None, "adapter_only", "adapter_and_base_model", "merged"]))
 def test_generation_stops_at_the_token_that_answers_learn_to_end_with(mode: str | None, base: Path) -> None:
-    """Not at the base's end token alone, which no answer has."""
+    """Not only at the base's end token, which no answer has."""
     some = config(base.parent, [{"messages": chat} for chat in CHATS]).model_dump()
     some["model"] |= {"architecture": None, "model_name": str(base), "load_pretrained_weights": True, "tokenizer": None}
     if mode is not None:

@@ -1,4 +1,4 @@
-"""A classifier's run is a run like any other: stopped and resumed bit for bit, its memory said, its export plain."""
+"""A classifier's run is like any other: stopped and resumed bit for bit, its memory reported, its export plain."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A real fine-tune: a pretrained encoder learns to tell from a docstring which package it stands in."""
+"""A real fine-tune: a pretrained encoder learns to classify docstrings by their package."""
 
 import json
 from pathlib import Path

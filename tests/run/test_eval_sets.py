@@ -1,4 +1,4 @@
-"""Named sets of held-out rows, and metrics from Python: their numbers, their place among others, what is refused."""
+"""Named sets of held-out rows, and metrics from Python: their values, their use, and refused requests."""
 
 import json
 

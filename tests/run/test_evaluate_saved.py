@@ -1,4 +1,4 @@
-"""`evaluate`: the same numbers as the run's own evaluation, of files and sets; and lm-eval by a stand-in."""
+"""`evaluate`: the same metrics as the run's own evaluation, of files and sets; and lm-eval with a stand-in."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A run that goes on from an adapter: what it starts from, what a preference is measured against, what it leaves."""
+"""A run that continues from an adapter: its initial weights, the reference of a preference, and its outputs."""
 
 import json
 from pathlib import Path

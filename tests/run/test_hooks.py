@@ -1,4 +1,4 @@
-"""Functions of a program that a run calls: what they are told, and that their exceptions lose no work."""
+"""Hooks of a Python program: their arguments, and that their exceptions lose no work."""
 
 import pytest
 

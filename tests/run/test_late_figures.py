@@ -1,4 +1,4 @@
-"""Steps whose figures are read one step late, as on a card: the same run, and what is not finite reaches nothing."""
+"""Steps whose figures are read one step late, as on a card: the same run, and non-finite values change nothing."""
 
 import pytest
 import torch

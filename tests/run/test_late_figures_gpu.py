@@ -1,4 +1,4 @@
-"""On a card the host is a step ahead, and what is not finite reaches neither weights nor states."""
+"""On a card the host is a step ahead, and non-finite values reach neither weights nor states."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ def assembly_in_fp16(**training):
 
 
 def poison(assembly, steps, value=float("inf")):
-    """Overflow the gradient of one weight in the next `steps` backward passes. Returns what is left."""
+    """Overflow the gradient of one weight in the next `steps` backward passes. Returns the remaining ones."""
     left = [steps]
 
     def hook(gradient):
@@ -30,7 +30,7 @@ def poison(assembly, steps, value=float("inf")):
 
 
 def test_scaling_changes_neither_gradients_nor_clipping():
-    """Unscaled before the norm is taken: the same as in float32 but for float16's rounding."""
+    """Unscaled before the norm is taken: the same as in float32 up to float16's rounding."""
     scaled = train_step(assembly_in_fp16(), split(unequal_rows(), 2), 1)
     plain = train_step(tiny_assembly(tiny_config()), split(unequal_rows(), 2), 1)
     assert scaled.grad_norm == pytest.approx(plain.grad_norm, rel=1e-2)

@@ -1,4 +1,4 @@
-"""Preference runs from file to export: learnt, resumed bit for bit, planned, and measured against what stays put."""
+"""Preference runs from file to export: trained, resumed bit for bit, planned, and compared with a fixed reference."""
 
 import json
 import random

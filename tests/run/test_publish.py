@@ -1,4 +1,4 @@
-"""`push` against a stand-in of the hub's HTTP interface in this process: what arrives, and what is refused."""
+"""`push` to a stand-in of the hub's HTTP interface in this process: received files, and refusals."""
 
 import base64
 import hashlib

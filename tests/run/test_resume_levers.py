@@ -1,4 +1,4 @@
-"""A run that goes on with another exact lever makes the steps that it would have made without."""
+"""A run resumed with another exact lever makes the same steps as without."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def begun(run, folder):
 
 
 def go_on(run, kept, folder, allow):
-    """The losses of a run that goes on from what is kept, in a folder of its own."""
+    """The losses of a run resumed from the checkpoint, in its own folder."""
     shutil.copytree(kept, folder)
     train(with_key(run, "training.output_dir", str(folder)), resume=True, allow=["training.max_steps", *allow])
     return metrics(folder)

@@ -1,4 +1,4 @@
-"""Samples during training: what they say, that training does not notice them, and what is refused."""
+"""Samples during training: their content, that training is unaffected, and refused requests."""
 
 import json
 

@@ -130,7 +130,7 @@ def test_every_precision_and_optimizer_learns(precision, optimizer):
     thinned(["sdpa", "eager"], ["float32", "bfloat16", "fp16"], {"llama": LLAMA, "gpt2": GPT2}),
 )
 def test_padding_changes_nothing(architecture, dtype, attention):
-    """Rows of 3 and 12 tokens in one padded batch, against each row alone; everything finite."""
+    """Rows of 3 and 12 tokens in one padded batch, compared with each row by itself; everything finite."""
     config = tiny_config(
         architecture,
         model={"torch_dtype_str": "float32" if dtype == "fp16" else dtype, "attn_implementation": attention},

@@ -233,7 +233,7 @@ def test_overwriting_removes_only_what_a_run_writes(corpus, tmp_path):
 
 
 def test_resuming_with_other_settings_is_classed(corpus, straight):
-    """Harmless goes on, risky needs --allow, fatal is refused; all in one report."""
+    """Harmless changes are accepted, risky ones need --allow, others are refused; all in one report."""
     _, _, folder = straight
     changed = config(
         corpus,
@@ -507,7 +507,7 @@ def _unpadded(original):
 
 
 def test_auto_is_decided_before_the_run_and_written_resolved(corpus, tmp_path):
-    """On the CPU, which has no limit: the plain values, with the rows of a step as they were."""
+    """On the CPU, which has no limit: the plain values, with unchanged rows per step."""
     open_keys = {"per_device_train_batch_size": "auto", "max_steps": 1}
     train(config(corpus, tmp_path / "run", training=open_keys, model={"chunked_loss": "auto"}))
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())

@@ -14,7 +14,7 @@ from framework.schema.rules.every import Needs, find_conflicts
 
 
 def unused(**sections):
-    """Key -> whether it is a warning, for what is found to have no effect."""
+    """Key -> whether it is a warning, for keys found to have no effect."""
     found = find_conflicts(TrainingConfig.model_validate(sections), Needs())
     return {item.keys[0]: item.is_warning for item in found if item.message.startswith("has no effect")}
 

@@ -1,7 +1,7 @@
-"""`import tunesmith` is `import framework` by the name of the distribution: the same public names, loaded on first use.
+"""`import tunesmith`: `import framework` under the name of the distribution, with the same public names, loaded lazily.
 
-What is inside the package is reached as `framework.<module>` alone, so that no module is loaded twice under two names.
-A wheel has this folder at its top, and an editable install has the folder around it on the path.
+Modules inside the package are available only as `framework.<module>`, so that none is loaded under two names. A wheel
+has this folder at its top level; an editable install has its parent on the path.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -185,7 +185,7 @@ def _read_message(message: object) -> dict[str, Any]:
         kept["tool_calls"] = _read_calls(calls)
     if message.get("content") is not None or "tool_calls" not in kept:
         kept["content"] = _content(message)
-    if len(message) > 2:  # most have role and content alone
+    if len(message) > 2:  # most have only role and content
         kept |= {name: _field(message, name) for name in TEXT_FIELDS if message.get(name) is not None}
         kept |= _switch(message, kept["role"])
     return kept

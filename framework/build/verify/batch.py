@@ -105,7 +105,7 @@ def read_isolation(assembly: Assembly) -> Iterator[Reading]:
         with assembly.attention, assembly.autocast, plain_code(assembly.model):
             leak = find_leak(assembly.model, assembly.place.device)
         kernel = causal_model(assembly.model).config._attn_implementation
-        source = f"gradient between two documents, and one of them alone, with {kernel}"
+        source = f"gradient between two documents, and one of them by itself, with {kernel}"
         yield Reading(key, "documents kept separately", leak or "documents kept separately", source)
 
 

@@ -161,7 +161,7 @@ def read_own_loss(assembly: Assembly) -> Iterator[Reading]:
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        yield Reading(key, None, f"not compared: it computes none of labels alone ({one_line(error)})", source)
+        yield Reading(key, None, f"not compared: it computes no loss from labels ({one_line(error)})", source)
         return
     if not math.isfinite(beyond):  # a step reports it with its rows
         yield Reading(key, None, "not compared: the loss of so few tokens is not finite", source)

@@ -122,7 +122,7 @@ def _read_groups(optimizer: torch.optim.Optimizer) -> Reading:
     }
     asked = "each with its parameter"
     found = f"in its groups: {', '.join(sorted(moved))}" if moved else asked
-    return Reading("optimizer states kept", asked, found, "param_groups after a step; a checkpoint has states alone")
+    return Reading("optimizer states kept", asked, found, "param_groups after a step; a checkpoint has only states")
 
 
 def read_weights_average(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:

@@ -1,4 +1,4 @@
-"""Evidence of a failure: report, logs and plan of a run folder, or a log alone. No torch."""
+"""Evidence of a failure: report, logs and plan of a run folder, or only a log. No torch."""
 
 import re
 import sys
@@ -201,7 +201,7 @@ def read_circumstances(text: str) -> Circumstances:
     """Parse the head of an `oom.txt`; empty for any other text."""
     head = text[:20_000].partition("\n\n")[0]
     facts = dict(re.findall(r"^([a-z -]+): (.*)$", head, re.MULTILINE))
-    if not facts.keys() & {"phase", "step", "repaired"}:  # of the trial's evaluation there is the last alone
+    if not facts.keys() & {"phase", "step", "repaired"}:  # only the last if the trial's evaluation failed
         return Circumstances()
 
     def number(name: str) -> int | None:

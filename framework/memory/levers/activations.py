@@ -32,7 +32,7 @@ BATCH = (
     ),
     Lever(
         "training.per_device_eval_batch_size",
-        (Setting(None), Setting(1, "evaluation alone is slower (not measured)")),
+        (Setting(None), Setting(1, "only evaluation is slower (not measured)")),
         ("logits_and_loss", "temporaries"),
         "eval_batches",
         "Rows per forward pass of evaluation, which keeps no activations but builds one batch's logits. Unset: those "
@@ -110,7 +110,7 @@ RECOMPUTE = (
         ),
         ("activations",),
         "checkpointed_blocks",
-        "Keep each block's input alone and compute the block again in backward.",
+        "Keep only each block's input and compute the block again in backward.",
         search=Axis((False, True)),
     ),
     Lever(

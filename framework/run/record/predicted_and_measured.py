@@ -57,4 +57,4 @@ def last_line(document: Mapping[str, Any]) -> str:
     text = f"peak memory {size(peak)} of the whole process, which held {size(baseline)} before the model was built"
     if planned is None:
         return text
-    return f"{text}; predicted {size(planned)} for tensors alone, some of which take memory that was freed before"
+    return f"{text}; predicted {size(planned)} for tensors only, some of which take memory that was freed before"

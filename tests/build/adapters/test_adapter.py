@@ -1,4 +1,4 @@
-"""Every kind of adapter: what it is on, what it trains, and what is refused."""
+"""Every kind of adapter: the modules it is on, the weights it trains, and refused combinations."""
 
 import math
 

@@ -66,7 +66,7 @@ def test_an_adapter_on_half_precision_learns_what_float32_does(method):
 
 
 def apart(assembly):
-    """The assembly with every factor's product made alone."""
+    """The assembly with each factor's product computed separately."""
     for module in assembly.model.modules():
         if isinstance(module, InInputDtype):
             module.together = None

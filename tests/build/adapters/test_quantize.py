@@ -1,4 +1,4 @@
-"""A base in 4 or 8 bits: what is packed, what is not, and that it trains, saves and is planned as it is built."""
+"""A base in 4 or 8 bits: which weights are quantized, and that it trains, saves and is planned as built."""
 
 import importlib.util
 import math

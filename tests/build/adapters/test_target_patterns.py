@@ -1,4 +1,4 @@
-"""Targets without some of them, in some blocks alone, and with ranks of their own."""
+"""Targets with exclusions, in some blocks only, and with their own ranks."""
 
 import pytest
 from peft import PeftModel

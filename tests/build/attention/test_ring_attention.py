@@ -1,4 +1,4 @@
-"""Attention over ranks that share rows is that of one: forward and gradients, with ranks that are threads."""
+"""Attention over ranks that share rows equals that on one rank: forward and gradients, with threads as ranks."""
 
 import threading
 from collections.abc import Callable

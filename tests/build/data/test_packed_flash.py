@@ -1,4 +1,4 @@
-"""flash-attn and flex_attention keep documents apart too: with a stand-in of the package that runs on the CPU."""
+"""flash-attn and flex_attention isolate documents too: with a stand-in of the package that runs on the CPU."""
 
 import math
 from itertools import pairwise
@@ -111,7 +111,7 @@ def test_flash_attention_gets_the_starts_of_documents(family: str) -> None:
 
 @pytest.mark.usefixtures("flash_attn")
 def test_without_document_marks_two_packed_rows_would_leak() -> None:
-    """The test above can fail: with `position_ids` alone transformers runs flash over each row as one document."""
+    """The test above can fail: with only `position_ids` transformers runs flash over each row as one document."""
     config = tiny_config(data={"packing": True})
     assembly = tiny_assembly(config)
     assembly.model.config._attn_implementation = "flash_attention_2"

@@ -26,7 +26,7 @@ WriteRows = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, which keeps also what is made fast."""
+    """A separate cache, which also keeps rows that are fast to make."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(row_cache, "LEAST_SECONDS", 0.0)
     return tmp_path / "cache" / "tunesmith" / "rows"

@@ -1,5 +1,4 @@
-"""Recomputing changes what is kept, never what is trained on: the same losses and weights, and bytes counted by
-hand."""
+"""Recomputation changes the memory and nothing else: the same losses and weights, and bytes counted by hand."""
 
 from typing import Any
 

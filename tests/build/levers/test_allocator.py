@@ -79,7 +79,7 @@ def test_the_live_allocator_is_what_is_read(monkeypatch):
 
 
 def on_a_card(monkeypatch, **settings):
-    """A tiny assembly that says it is on a card whose allocator was left as it was."""
+    """A tiny assembly that claims to be on a card with default allocator settings."""
     from dataclasses import replace
 
     assembly = tiny_assembly(tiny_config(training={"allocator": settings}))

@@ -103,7 +103,7 @@ def test_equal_blocks_with_adapters_share_two_graphs(uncompiled):
 
 @pytest.mark.parametrize("records", [False, True])
 def test_graphs_are_lowered_to_be_recorded_where_that_was_asked_for(monkeypatch, records):
-    """And torch is told of each step, whose gradients the next may write over: not of each micro-batch."""
+    """And torch is notified of each step, whose gradients the next may overwrite, not of each micro-batch."""
     torch._dynamo.reset()
     asked, marks = [], []
     monkeypatch.setattr(compiled, "lower", lambda graph, inputs, *options: asked.append(options) or graph)

@@ -1,4 +1,4 @@
-"""Activations that wait on the host: nothing learnt changes, and the device holds what two blocks keep."""
+"""Activations that wait on the host: the trained weights are the same, and the device holds what two blocks keep."""
 
 import gc
 import itertools
@@ -83,7 +83,7 @@ def test_evaluation_moves_nothing() -> None:
 
 @pytest.mark.parametrize(("lever", "least"), [({}, 15), (ON, 1)], ids=["all", "inputs"])
 def test_weights_stay_and_each_storage_goes_once(lever: dict[str, Any], least: int, monkeypatch: Any) -> None:
-    """Under autocast the weights in its dtype stay too. Of a checkpointed block the input alone goes."""
+    """Under autocast the weights in its dtype stay too. Of a checkpointed block only the input is offloaded."""
     sent: list[tuple[int, torch.Size]] = []
     send = Offload._send
 

@@ -32,7 +32,7 @@ def config_of(lever):
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """Flash attention sums up a query's gradients in any order, unless it is told otherwise."""
+    """Flash attention sums a query's gradients in any order, unless deterministic algorithms are requested."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield

@@ -1,4 +1,4 @@
-"""Rows are shared only where attention alone mixes their tokens."""
+"""Context parallelism is allowed only if nothing but attention mixes the tokens of a row."""
 
 from typing import Any
 

@@ -119,7 +119,7 @@ def test_the_gradient_is_the_same_when_blocks_are_computed_twice(training):
 
 
 def test_packed_rows_are_trained_with_it():
-    """Each document as if it stood alone, and the load of all tokens together."""
+    """Each document computed separately, and the load of all tokens together."""
     assembly = tiny_assembly(config(data={"packing": True}, training={"per_device_train_batch_size": 1}))
     settle(assembly.config)
     ids = unequal_rows(1)["input_ids"]

@@ -99,7 +99,7 @@ def test_a_kernel_of_sdpa_is_refused_for_a_model_that_has_none():
 
 
 def test_float32_products_are_read_back():
-    """tf32 is torch's own switch; the test leaves it as it was."""
+    """tf32 is torch's own switch; the test restores it."""
     plain = tiny_assembly(tiny_config(training={"tf32": False}))
     assert reading(plain, "training.tf32").found == "false"
     try:

@@ -1,4 +1,4 @@
-"""TextCNN and TCN: what they compute, that they are models like any other, and what is refused of them."""
+"""TextCNN and TCN: their outputs, that they behave like any other model, and refused settings."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""NEFTune: transformers' own noise from the same generator, in training alone, in every task."""
+"""NEFTune: transformers' own noise from the same generator, only in training, in every task."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Every optimizer: it learns, it is what was asked for, and its states are those that are counted on."""
+"""Every optimizer: it trains, it is the requested one, and its states are those that the plan counts."""
 
 import dataclasses
 

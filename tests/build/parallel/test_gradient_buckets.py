@@ -96,7 +96,7 @@ def test_nothing_is_added_up_when_memory_ran_out_elsewhere(alone: None, monkeypa
 
 
 def test_the_plan_holds_the_gradients_and_waits_for_their_exchange() -> None:
-    """The bytes of DDP, and a step as much longer as the exchange no longer goes on during backward."""
+    """The bytes of DDP, and a step that is longer by the part of the exchange that no longer overlaps backward."""
     card = {**read_card("h100_80gb"), "count": 2, "link_bytes_per_second": 1e6}
     sizes = {"per_device_train_batch_size": 2, "global_batch_size": 8}
     ddp, ours = (

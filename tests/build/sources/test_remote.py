@@ -1,4 +1,4 @@
-"""Rows of object stores and web servers: fetched once for each version, kept where it is said; what cannot be read."""
+"""Rows of object stores and web servers: fetched once per version, cached where configured; and unreadable ones."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rows of every form, from a file to tokens: what is found in the columns, what is trained on, and what is refused."""
+"""Rows of every format, from a file to tokens: detected columns, supervised tokens, and refused rows."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -195,7 +195,7 @@ def test_plain_chats_are_rendered_as_transformers_renders_them(name: str, tokeni
 def test_the_end_of_an_answer_is_where_the_chat_up_to_it_ends(
     name: str, tokenizer_of: TokenizerOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read off the last answer is what rendering up to each answer would say."""
+    """The result read off the last answer equals that of rendering up to each answer."""
     chats = [Chat([*TURNS.messages, user(" And? "), answer(f"{text}")]) for text in ("Yes.", " Yes.\n", "Sure?")]
     tokenizer = tokenizer_of(name)
     short = encode_chats(tokenizer, chats)

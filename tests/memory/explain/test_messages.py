@@ -136,7 +136,7 @@ def test_who_wrote_the_lines_changes_nothing_of_what_they_say(writer):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_a_message_that_was_cut_says_less_and_nothing_else(case):
-    """What other processes hold is what was named so far, never what the missing figures would have explained."""
+    """Memory of other processes is what was named so far, never what the missing figures would have explained."""
     text, words = case["text"].rstrip(), case["text"].split(" ")
     whole = explain_evidence(Evidence(text)).to_json()
     for count in range(1, len(words)):

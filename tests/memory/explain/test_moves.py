@@ -191,7 +191,7 @@ def test_nothing_below_one_row_is_proposed():
 
 @pytest.mark.parametrize("task", ["sft", "pretrain", "preference"])
 def test_no_other_task_is_proposed(task):
-    """What is to be learnt is no price: without it, a lever that only another task has is none of this run's."""
+    """The task is no price: otherwise a lever of another task would be proposed for this run."""
     overrides = [proposal.override for proposal in propose(tiny_config(training={"task": task}))]
     assert overrides
     for phase in (None, "forward", "load"):

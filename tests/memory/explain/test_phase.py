@@ -1,4 +1,4 @@
-"""The phase, told from the stack."""
+"""The phase of a failure, recognized by its stack."""
 
 from pathlib import Path
 

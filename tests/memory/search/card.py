@@ -1,4 +1,4 @@
-"""A card and a planner made of arithmetic, so that a search can be held to brute force."""
+"""A card and a planner made of arithmetic, so that a search can be compared with brute force."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ class Arithmetic:
 
 
 def _kept(config: TrainingConfig) -> tuple[float, float]:
-    """Share of activations kept, and work next to that of the plain model."""
+    """Share of activations kept, and work relative to the plain model."""
     training = config.training
     kept, work = 1.0, 1.0
     if training.enable_gradient_checkpointing:

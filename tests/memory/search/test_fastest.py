@@ -169,8 +169,8 @@ def test_nothing_fits_is_known_after_the_strongest_levers() -> None:
 
 @pytest.mark.parametrize("usable", chosen((2600, 6000), [2600, 3500, 6000, 20000]))
 def test_bytes_reported_are_not_below_the_plan(usable: int) -> None:
-    """Of what was planned with few layers too, which without a plan of its kin is known by its allocated bytes alone: a
-    tenth less than the upper end here."""
+    """Also for structures planned with few layers, whose bytes are known only as allocated bytes of a related plan: a
+    tenth less than the upper bound here."""
     space, planner = space_on(usable), Arithmetic()
     search = Search(space, planner).run()
     points = search.points()

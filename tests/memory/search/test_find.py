@@ -1,4 +1,4 @@
-"""What a search tells: the changes and what each buys, what it gives up, what it keeps, and what would fit."""
+"""Results of a search: the changes and the gain of each, its tradeoffs, the settings it keeps, and what would fit."""
 
 import random
 

@@ -190,7 +190,7 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
     tmp_path,
     monkeypatch,
 ):
-    """The disk is full. The message is that of a save that is waited for."""
+    """The disk is full. The message equals that of a synchronous save."""
     original, log = written_module.save_file, session_module.Session._log
     reached = threading.Event()  # the next step: on a busy machine the writer might fail before it
 
@@ -355,7 +355,7 @@ def plan_of(gpu: str, count: int = 1, **training):
 
 @pytest.mark.parametrize("gpu", ["cpu", "h100_80gb"])
 def test_the_copies_are_in_the_plan(gpu):
-    """On a card host memory alone grows, by what one checkpoint holds; on the CPU it is the device's."""
+    """On a card only host memory grows, by one checkpoint; on the CPU the device's does."""
     without, asynchronous = plan_of(gpu, save_steps=5), plan_of(gpu, save_steps=5, async_save=True)
     held = without.checkpoint_bytes
     if gpu == "cpu":

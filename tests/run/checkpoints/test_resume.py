@@ -1,4 +1,4 @@
-"""A checkpoint of an older version lacks keys that the schema has since learnt."""
+"""A checkpoint of an older version lacks keys that were added to the schema since."""
 
 import pytest
 

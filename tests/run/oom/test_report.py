@@ -1,4 +1,4 @@
-"""Memory that runs out in a run: what is told, what is kept, and what the levers would have saved."""
+"""Out of memory in a run: the messages, the files, and the savings of the levers."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_the_first_optimizer_step_is_named(corpus, tmp_path, monkeypatch):  # no
 
 
 def test_a_run_that_goes_on_keeps_the_report_under_the_name_of_its_step(corpus, tmp_path, monkeypatch):  # noqa: F811
-    """Of the folder is told what stopped it last, if it has not gone on since."""
+    """A folder's explanation is of its last stop, if the run has not continued since."""
     folder = tmp_path / "run"
     for earlier in ([], ["oom-step-00000003.txt"]):
         with (

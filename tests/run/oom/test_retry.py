@@ -129,7 +129,7 @@ def test_halving_twice_ends_with_the_weights_of_a_run_at_one_row(corpus, tmp_pat
 
 
 def switched(settings, at, micro):
-    """Weights of a run that nothing disturbs, and that goes on with another micro-batch from step `at` on."""
+    """Weights of an undisturbed run that continues with another micro-batch from step `at` on."""
     inputs = read_inputs(settings)
     made = inputs.config
     set_seed(made.training.seed)
@@ -150,8 +150,8 @@ def test_undone_at_random_operators_of_any_step_the_run_is_bitwise_one_switched_
     tmp_path,
     failing,
 ):
-    """Steps before the failure were made with the larger micro-batch, whose sums of floats and whose dropout differ:
-    what is bitwise the same is a run without a failure that changes its micro-batch before that step."""
+    """Steps before the failure used the larger micro-batch, with other sums of floats and other dropout: the run is
+    bitwise equal to one without a failure that changes its micro-batch before that step."""
     steps, drawn = 8 if count > 3 else 5, random.Random(1)
     counted = failing({})
     run(corpus, tmp_path / "counted", steps=steps)
@@ -394,7 +394,7 @@ def test_every_generator_goes_back(corpus, tmp_path, monkeypatch):  # noqa: F811
 
 
 def test_what_a_run_over_the_card_does_is_up_to_on_oom(corpus, tmp_path, capsys):  # noqa: F811
-    """Refused with `stop` (tests/run/test_trainer.py); tried, and said, with `shrink`."""
+    """Refused with `stop` (tests/run/test_trainer.py); tried with `shrink`, with a warning."""
     settings = config(corpus, tmp_path / "run", training={**SHRINK, "max_steps": 1})
     plan = make_plan(record(settings))
     small = dataclasses.replace(plan, device=dataclasses.replace(plan.device, name="toaster", usable_bytes=1000))

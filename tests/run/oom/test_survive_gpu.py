@@ -1,4 +1,4 @@
-"""A card that really runs out (its memory capped): the trial halves, steps are undone, and training goes on."""
+"""A card that really runs out of memory (with a cap): the trial halves, steps are undone, and training continues."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Which worker gets which rehearsal, and what is said of one that ended."""
+"""Assignment of rehearsals to workers, and reports of workers that ended."""
 
 import json
 import subprocess

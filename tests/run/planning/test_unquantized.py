@@ -1,4 +1,4 @@
-"""A quantised base that saves nothing is said to, with the term that took it back."""
+"""A quantized base that saves nothing is reported, with the term that cancels the savings."""
 
 from types import SimpleNamespace
 

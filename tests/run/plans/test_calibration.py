@@ -37,8 +37,8 @@ PARAMETERS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow
 
 OLDER = "measured when the chunked loss held float32 logits; five such rows of the H200 were measured again"
 OURS_OF_LORA = "framework.build.adapters.adapter.compute_in_input_dtype"
-"""Rows with LoRA were measured while its products were peft's: each layer's input was cast up for it alone. Ours keep
-40 MiB a layer less of `qwen3_0.6b-8-512-lora-amp`."""
+"""Rows with LoRA were measured with peft's products, which cast each layer's input to float32 separately. Ours keep 40
+MiB a layer less of `qwen3_0.6b-8-512-lora-amp`."""
 
 ALLOCATED = {"gpt2": 0.0006, "bert": 0.0012, "other": 0.0001}
 """By family. GPT-2 and BERT drop out: which free block of a few MiB is taken is not always exact."""
@@ -94,7 +94,7 @@ def test_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", FRESH_PARAMETERS)
 def test_fresh_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory alone: the machine of the H200 has another host, which small models wait for."""
+    """Only memory: the H200's machine has another host, which small models wait for."""
     row = FRESH_ROWS[name]
     if row.get("older_chunked_loss"):
         pytest.skip(OLDER)
@@ -121,7 +121,7 @@ def test_half_of_the_rows_judge_the_step_time_and_were_not_used_to_fit_it() -> N
     "name", ["gpt2_small-8-1024-fused-bf16-gc", "llama3.2_1b-4-2048-fused-bf16-chunk", "llama3.2_1b-4-2048-lora-bf16"]
 )
 def test_a_card_measures_it_again(name: str) -> None:
-    """Only memory is held to the prediction: the time depends on the machine around the card."""
+    """Only memory is compared with the prediction: the time depends on the machine around the card."""
     import torch
 
     if not torch.cuda.get_device_name().startswith(("NVIDIA H100", "NVIDIA H200")):

@@ -1,4 +1,4 @@
-"""Host memory of all ranks of a machine in the plan: while the model loads, and what is pinned."""
+"""Host memory of all ranks of a machine in the plan: while the model loads, and the pinned part."""
 
 from functools import cache
 from typing import Any

@@ -134,7 +134,7 @@ def test_the_batch_and_the_length_are_reported() -> None:
 
 
 def test_a_tiny_plan_in_fixed_numbers() -> None:
-    """Golden: a change here is a change of what is recorded, replayed or counted, and must be meant."""
+    """Golden values: a change here is a change of what is recorded, replayed or counted, and must be intended."""
     made = plan(LLAMA, 64, model=PURE_BF16, training={"per_device_train_batch_size": 4})
     assert (made.total_parameters, made.trainable_parameters) == GOLDEN_PARAMETERS
     assert {phase.name: phase.allocated_bytes for phase in made.phases} == GOLDEN_PHASES

@@ -1,4 +1,4 @@
-"""The plan of matrices that devices share: a part of weights and what is between them, and sums that are waited for."""
+"""Plans with tensor parallelism: a part of the weights and activations per device, and sums that are waited for."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ RATES = {"bandwidth_bytes_per_second": 3.35e12, "fp32_flops": 6.7e13, "bf16_flop
 SHAPE = {**LLAMA, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "vocab_size": 64}
 TOKENS, LAYERS, WIDTH = 128, 3, 256
 MATRICES = LAYERS * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 1024)
-"""Elements of what is in parts."""
+"""Number of elements of the split tensors."""
 
 
 def config(

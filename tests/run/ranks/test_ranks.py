@@ -94,7 +94,7 @@ def curves_as_rank(*cases: str) -> None:
 
 
 def poisoned(assemble) -> str:
-    """What a step says whose loss is not a number on rank 1 alone."""
+    """The error of a step whose loss is not a number only on rank 1."""
     assembly = assemble(tiny_config(LLAMA, training={"per_device_train_batch_size": 4}, gpu={"count": 2}))
 
     def spoilt(model, batch, observe):
@@ -169,7 +169,7 @@ def dropping(corpus, folder):  # noqa: F811
 
 
 def runs_as_rank(corpus, folder) -> None:  # noqa: F811
-    """Whole runs; the last is ended by a signal to rank 1 alone, during step 5."""
+    """Whole runs; the last is ended by a signal to rank 1 only, during step 5."""
     folder, rank = Path(folder), int(os.environ["RANK"])
     train(plain(corpus, folder / "plain", 2))
     train(dropping(corpus, folder / "straight"))
@@ -271,7 +271,7 @@ train(made, train_rows=rows)
 
 @pytest.mark.slow
 def test_the_reason_of_ranks_that_read_other_rows_reaches_the_user_under_torchrun(tmp_path):
-    """torchrun ends a rank as soon as another has ended: what it would say has to be said before."""
+    """torchrun ends a rank as soon as another has ended: its message must be printed before."""
     script = tmp_path / "script.py"
     script.write_text(OTHER_ROWS)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

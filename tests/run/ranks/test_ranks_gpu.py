@@ -102,7 +102,7 @@ def shrinking_as_rank(corpus: str, folder: str, precision: str) -> None:  # noqa
 
 @pytest.mark.parametrize("precision", ["none", "fp16"])
 def test_two_cards_shrink_together_when_one_runs_out(precision: str, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
-    """The cap is 1.25 GiB on rank 1 alone; both go on with its size, as a run that starts with it."""
+    """The cap is 1.25 GiB on rank 1 only; both continue with its size, like a run that starts with it."""
     script = "import sys; from tests.run.ranks.test_ranks_gpu import shrinking_as_rank as go; go(*sys.argv[1:])"
     rows = tmp_path / "rows.jsonl"
     rows.write_text(corpus.read_text() * 16)  # 64 packs and more, so that rank 1 has its 32

@@ -70,7 +70,7 @@ def saved(folder: Path, assembly: Any, step: int) -> Path:
 
 
 def save_asynchronously(folder: Path, assembly: Any, step: int, group: Any) -> str:
-    """A checkpoint as `training.async_save` makes one, written while later steps are made. Returns what went wrong."""
+    """Save a checkpoint as `training.async_save` does, during later steps. Returns the error, if any."""
     ranks = assembly.ranks
     if ranks.is_main:
         empty_parts(folder)

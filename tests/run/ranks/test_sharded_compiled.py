@@ -1,6 +1,6 @@
-"""Compiled blocks of sharded weights: what is trained on is what plain blocks learn, from one graph that never breaks.
+"""Compiled blocks of sharded weights train as plain blocks do, from one graph that never breaks.
 
-Graphs are captured and cut as always and run operator by operator: a C++ compiler takes a minute.
+Graphs are captured and partitioned as usual and run operator by operator, as a C++ compiler takes a minute.
 """
 
 from copy import deepcopy
@@ -68,7 +68,7 @@ def test_compiled_blocks_of_two_ranks_learn_what_plain_ones_do(tmp_path: Path) -
 
 
 def test_a_plan_of_compiled_shards_keeps_less() -> None:
-    """The cut of a block keeps less than its plain code; what is split stays as it is."""
+    """The partition of a block keeps less than its plain code; split tensors are the same."""
     card = {"name": "h100_80gb", "capability": "9.0", "multiprocessors": 132, "count": 2}
     shape = {**LLAMA, "hidden_size": 256, "intermediate_size": 512}
     sections: dict[str, Any] = {"model": {"model_max_length": 64}, "gpu": card, "fsdp": {"enable_fsdp": True}}

@@ -130,7 +130,7 @@ def test_an_evaluation_is_left_out_for_the_save(corpus, tmp_path, monkeypatch): 
 
 
 def test_a_plan_that_is_waited_for_is_given_up(monkeypatch):
-    """Ctrl-C may reach this process alone: the child would go on for as long as its rehearsal takes."""
+    """Ctrl-C may reach only this process: the child would continue for as long as its rehearsal takes."""
     monkeypatch.setattr(plan_pool, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     raised: list[BaseException] = []
 

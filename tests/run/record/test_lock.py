@@ -1,4 +1,4 @@
-"""One run in a folder at a time, told by host and process, also where one was killed or its host died."""
+"""One run in a folder at a time, identified by host and process, also after one was killed or its host died."""
 
 import json
 import os

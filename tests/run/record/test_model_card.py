@@ -59,7 +59,7 @@ def trained(made):
 
 
 class Report:
-    """Of a data report, what is read."""
+    """The part of a data report that is read."""
 
     class train:
         kept, limit, supervised, supervised_lost, stream = 1234, 32, 6000, 322, None

@@ -41,7 +41,7 @@ def names(run):
 
 
 def refused(run, **sections):
-    """The problems, and that everything is as it was."""
+    """The problems, after checking that nothing changed."""
     before = names(run)
     training = {"output_dir": str(run), **sections.pop("training", {})}
     with pytest.raises(RequestError) as caught:

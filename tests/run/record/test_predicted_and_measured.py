@@ -23,7 +23,7 @@ def test_a_card_has_the_error_of_the_prediction():
 def test_the_cpu_has_what_the_process_held_before_and_no_error():
     line = last_line(compare(on(24.0), measured("resident memory of the process", 2 * GIB, 1000 * MIB)))
     assert "peak memory 2.00 GiB of the whole process, which held 1,000.0 MiB before the model was built" in line
-    assert "for tensors alone" in line
+    assert "for tensors only" in line
     assert "error" not in line
     unplanned = last_line(compare(None, measured("resident memory of the process", 2 * GIB, 1000 * MIB)))
     assert unplanned.endswith("before the model was built")

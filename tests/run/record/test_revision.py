@@ -1,4 +1,4 @@
-"""The commit of the working directory is told, and no program that the repository names runs."""
+"""The commit of the working directory is recorded, and no program that the repository names runs."""
 
 import os
 import subprocess

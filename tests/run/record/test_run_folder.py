@@ -49,7 +49,7 @@ def test_a_folder_without_checkpoints_names_the_runs_that_have_some(tmp_path):
 
 
 def test_what_stopped_a_run_that_goes_on_says_at_which_step_that_was(tmp_path):
-    """One without a step, of the trial before all, has the step that the run goes on from."""
+    """A report without a step, of the trial before all, gets the step that the run resumes from."""
     folder = RunFolder(tmp_path)
     folder.set_stops_aside(4)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What trackers are given, with stand-ins of their packages: project, name, config, figures; and one that fails."""
+"""Calls of trackers, with stand-ins of their packages: project, name, config, figures; and one that fails."""
 
 import importlib.machinery
 import sys

@@ -1,4 +1,4 @@
-"""Weights that stand still are counted and said; the default full fine-tune moves all of them."""
+"""Weights that stand still are counted and reported; the default full fine-tune moves all of them."""
 
 import json
 

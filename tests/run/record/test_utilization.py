@@ -16,7 +16,7 @@ def test_padding_is_counted_over_all_positions_of_all_micro_batches():
 
 
 class Planned:
-    """Of a plan, what is read."""
+    """The part of a plan that is read."""
 
     class peak:
         allocated_bytes, reserved_bytes = 5, 7

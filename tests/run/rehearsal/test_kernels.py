@@ -6,7 +6,7 @@ from framework.run.rehearsal.kernels import aten, count_flops, is_aligned
 
 @pytest.mark.parametrize("key_heads", [8, 2])
 def test_attention_flops_with_shared_key_heads(key_heads):
-    """The count depends on query heads alone, and is right on every supported torch."""
+    """The count depends only on query heads, and is right on every supported torch."""
     query = torch.empty(2, 8, 64, 32, device="meta")
     key = value = torch.empty(2, key_heads, 64, 32, device="meta")
     forward = count_flops(aten._scaled_dot_product_cudnn_attention, (query, key, value), {}, [query])

@@ -15,7 +15,7 @@ WORKSPACE = H100.cublas_workspace_bytes
 
 
 def living(trace: Trace) -> dict[Kind, list[int]]:
-    """Sizes of what is alive at the end, by kind, cuBLAS aside."""
+    """Sizes of live tensors at the end, by kind, without cuBLAS's workspaces."""
     alive: dict[int, None] = {}
     for event in trace.events:
         if event >= 0:

@@ -1,4 +1,4 @@
-"""Cross-section rules: what contradicts what, and that all of it is said at once."""
+"""Cross-section rules: contradictions, all reported at once."""
 
 import math
 

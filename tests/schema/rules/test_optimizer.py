@@ -1,4 +1,4 @@
-"""Optimizers next to other keys: what cannot work is refused from the text alone, with what does."""
+"""Optimizers with other keys: impossible combinations are refused from the recipe alone, with possible ones proposed."""
 
 import pytest
 
