@@ -115,7 +115,9 @@ def _put_what_can_be_sharded(t: Translation) -> None:
         t.drop("training.optimizer", Why.NOT_OURS, text)
         t.put("training.optimizer", "adamw_torch_fused", comment=f"{optimizer.value} cannot be sharded")
     if t.has("peft.q_lora_bits", 8):
-        text = "8-bit weights are not sharded; peft.q_lora: true holds them in 4 bits, until then they are not packed"
+        text = (
+            "8-bit weights are not sharded; peft.q_lora: true holds them in 4 bits, until then they are not quantized"
+        )
         t.drop("peft.q_lora_bits", Why.NOT_OURS, text)
         t.entries.pop("peft.q_lora", None)
 

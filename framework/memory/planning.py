@@ -168,8 +168,8 @@ def choose_band(config: TrainingConfig, operators: Set[str]) -> Band:
 
 def _has_int8_weights(config: TrainingConfig) -> bool:
     teacher = config.training.teacher
-    is_packed = config.training.use_peft and config.peft.q_lora and config.peft.q_lora_bits == 8
-    return is_packed or (teacher is not None and teacher.bits == 8)
+    is_quantized = config.training.use_peft and config.peft.q_lora and config.peft.q_lora_bits == 8
+    return is_quantized or (teacher is not None and teacher.bits == 8)
 
 
 def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse]:

@@ -41,8 +41,8 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
         "preference": preference,
     }
     # Sharded quantized weights are gathered with their adapter in one dtype: without autocast the base's.
-    is_packed = config.fsdp.is_sharded and config.training.use_peft and config.peft.q_lora
-    follows = is_packed and autocast is MixedPrecision.NONE
+    is_quantized = config.fsdp.is_sharded and config.training.use_peft and config.peft.q_lora
+    follows = is_quantized and autocast is MixedPrecision.NONE
     adapter_dtype = config.peft.adapter_dtype or (TorchDtype.AUTO if follows else None)
     peft = {"adapter_dtype": adapter_dtype}
     model = {"torch_dtype_str": dtype, "model_max_length": _length(config, settings)}

@@ -23,7 +23,7 @@ from tests.grids import chosen, to_make
 from tests.sharded import on_two, settings, sharded, trained, weights
 from tests.tiny import LLAMA, tiny_assembly, tiny_config
 
-METHODS = [method for method in PeftMethod if method is not PeftMethod.LOFTQ]  # which needs packed weights
+METHODS = [method for method in PeftMethod if method is not PeftMethod.LOFTQ]  # which needs quantized weights
 SAVED = ("lora", "dora")
 QUICK = (PeftMethod.LORA, PeftMethod.PISSA)
 UNSHARDED = (PeftMethod.VERA, PeftMethod.OFT)

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.build.adapters.first_adapter import drawn_for, load_first_adapter, peft_init, start_layers
 from framework.build.adapters.products import compute_in_input_dtype, norm_by_rows
-from framework.build.adapters.quantize import Factors, is_packed
+from framework.build.adapters.quantize import Factors, is_quantized_weight
 from framework.build.adapters.targets import KEY, Targets, find_targets, modules_within
 from framework.build.hub import nearest, one_line
 from framework.build.model.heads import answers_for_rows, head_modules
@@ -293,8 +293,10 @@ def _refuse_whole(params: PeftParams, model: PreTrainedModel, targets: Targets) 
     """Refuse adapters on modules trained in full (under either name of a tied weight), and full training of quantized
     weights."""
     whole = modules_within(model, params.lora_modules_to_save)
-    if packed := [name for name in sorted(whole) if any(map(is_packed, model.get_submodule(name).parameters(False)))]:
-        message = f"{packed[0]} is quantized (peft.q_lora), and cannot be trained in full"
+    if quantized := [
+        name for name in sorted(whole) if any(map(is_quantized_weight, model.get_submodule(name).parameters(False)))
+    ]:
+        message = f"{quantized[0]} is quantized (peft.q_lora), and cannot be trained in full"
         raise RequestError([Problem("peft.lora_modules_to_save", message, expected="modules that stay unquantized")])
     shared = [model.get_output_embeddings(), model.get_input_embeddings()]
     if params.peft_method not in NEVER_TIE and ties_any(model, list(params.lora_modules_to_save)):

@@ -68,9 +68,11 @@ def _unloaded(model: PeftModel) -> PreTrainedModel:
     does for a merge."""
     _lift_whole(model, trained=False)
     attributes = vars(model.get_base_model())
-    packed = {name: attributes.pop(name) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit") if name in attributes}
+    quantized = {
+        name: attributes.pop(name) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit") if name in attributes
+    }
     base: PreTrainedModel = model.unload()
-    vars(base).update(packed)
+    vars(base).update(quantized)
     return base
 
 

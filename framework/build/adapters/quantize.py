@@ -41,7 +41,7 @@ def require_bitsandbytes(key: str, otherwise: str) -> None:
         raise RequestError([Problem(key, message, expected=f"pip install bitsandbytes, or {otherwise}")])
 
 
-def refuse_other_packing(config: TrainingConfig, architecture: PretrainedConfig) -> None:
+def refuse_other_quantization(config: TrainingConfig, architecture: PretrainedConfig) -> None:
     """Raise RequestError if a checkpoint is stored in another quantization than the run asks for, since such weights
     load as they are stored, whatever was planned. Only bitsandbytes' are supported, and not sharded."""
     stored: Any = getattr(architecture, "quantization_config", None)
@@ -157,7 +157,7 @@ def _fill(module: Any, weight: Tensor, place: Place) -> None:
 
     is_4bit, old = isinstance(module, bnb.nn.Linear4bit), module.weight
     if place.rehearsed or weight.is_meta:
-        module.weight = _packed_shape(old, weight) if is_4bit else _bytes_shape(weight)
+        module.weight = _quantized_shape(old, weight) if is_4bit else _bytes_shape(weight)
     elif is_4bit:
         # with the module, which also gets the scales from the quantization
         module.weight = bnb.nn.Params4bit(weight, requires_grad=False, **{**old.__dict__, "module": module}).to(
@@ -168,7 +168,7 @@ def _fill(module: Any, weight: Tensor, place: Place) -> None:
     module._is_hf_initialized = True
 
 
-def _packed_shape(old: Any, weight: Tensor) -> Any:
+def _quantized_shape(old: Any, weight: Tensor) -> Any:
     """A 4-bit weight on meta, shaped as the result of quantize_4bit."""
     import bitsandbytes as bnb
     from bitsandbytes.functional import QuantState
@@ -220,7 +220,7 @@ def _best_factors(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def weight_count(parameter: Tensor) -> int:
     """Number of weights of a parameter: two per byte if quantized to 4 bits."""
-    state = packed_state(parameter)
+    state = quantization_state(parameter)
     return int(state.shape.numel()) if state is not None else parameter.numel()
 
 
@@ -253,28 +253,28 @@ class Packing:
     nested: bool
 
 
-def packed_state(parameter: Tensor) -> Any:
+def quantization_state(parameter: Tensor) -> Any:
     """Quantization state of a 4-bit weight, bitsandbytes' QuantState or a Packing; None for others."""
     return getattr(parameter, "quant_state", None)
 
 
-def is_packed(parameter: Tensor) -> bool:
+def is_quantized_weight(parameter: Tensor) -> bool:
     """Whether a weight is quantized to 4 or 8 bits."""
-    return packed_state(parameter) is not None or type(parameter).__name__ == "Int8Params"
+    return quantization_state(parameter) is not None or type(parameter).__name__ == "Int8Params"
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether any weight of the model is quantized to 4 or 8 bits."""
-    return any(map(is_packed, model.parameters()))
+    return any(map(is_quantized_weight, model.parameters()))
 
 
 def quantized_kinds(model: nn.Module) -> Counter[str]:
     """Descriptions of the quantized layers, with counts."""
     kinds: Counter[str] = Counter()
     for parameter in model.parameters():
-        if (state := packed_state(parameter)) is not None:
+        if (state := quantization_state(parameter)) is not None:
             kinds[kind_name(4, state.quant_type, state.nested)] += 1
-        elif is_packed(parameter):
+        elif is_quantized_weight(parameter):
             kinds[kind_name(8, "", False)] += 1
     return kinds
 
@@ -289,7 +289,7 @@ def unquantized(model: PreTrainedModel) -> str:
     counted: Counter[tuple[str, str]] = Counter()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for name, parameter in model.named_parameters():
-        if is_of_adapter(name, parameter) or is_packed(parameter):
+        if is_of_adapter(name, parameter) or is_quantized_weight(parameter):
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         known = {id(embedding): "embedding", id(head): "head"}.get(id(owner))

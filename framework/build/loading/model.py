@@ -11,7 +11,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTr
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from framework.build.adapters.quantize import quantization, refuse_other_packing
+from framework.build.adapters.quantize import quantization, refuse_other_quantization
 from framework.build.attention.flex_attention import NAME as FLEX_ATTENTION
 from framework.build.attention.flex_attention import know_flex_attention
 from framework.build.attention.ring_attention import NAME as RING_ATTENTION
@@ -159,16 +159,16 @@ def build_model(
     is autocast's dtype, the compute dtype of a base that is quantized while it loads. Raises RequestError if the
     weights cannot be loaded, do not match the architecture, or are stored in another quantization than requested.
     """
-    refuse_other_packing(config, architecture)
+    refuse_other_quantization(config, architecture)
     dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
     attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
     of_rows = config.training.task.facts.is_of_rows
     know_ring_attention()
     if attention == FLEX_ATTENTION:
         know_flex_attention()
-    packed = quantization(config.peft, computed or dtype, of_rows) if is_packed_when_loaded(config) else None
+    quantized = quantization(config.peft, computed or dtype, of_rows) if is_quantized_when_loaded(config) else None
     if config.model.load_pretrained_weights and not place.rehearsed:
-        model, new = _pretrained(config, architecture, dtype, attention, place, packed)
+        model, new = _pretrained(config, architecture, dtype, attention, place, quantized)
     else:
         model, new = _random(config, architecture, dtype, attention, place), ()
     if config.model.sdpa_backend is not None and model.config._attn_implementation not in ("sdpa", RING_ATTENTION):
@@ -183,7 +183,7 @@ def build_model(
     return model, new
 
 
-def is_packed_when_loaded(config: TrainingConfig) -> bool:
+def is_quantized_when_loaded(config: TrainingConfig) -> bool:
     """Whether weights are quantized one by one while loading; LoftQ needs the full weights for their quantization
     error."""
     return config.training.use_peft and config.peft.q_lora and config.peft.peft_method is not PeftMethod.LOFTQ
@@ -244,7 +244,7 @@ def _pretrained(
     dtype: torch.dtype,
     attention: str | None,
     place: Place,
-    packed: BitsAndBytesConfig | None,
+    quantized: BitsAndBytesConfig | None,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     if config.model.model_name is None:
         raise RequestError(
@@ -256,9 +256,10 @@ def _pretrained(
                 )
             ]
         )
-    loses_first = config.training.use_peft and config.peft.q_lora and packed is None  # quantized later, from the host
+    # Quantized later, from the host
+    loses_first = config.training.use_peft and config.peft.q_lora and quantized is None
     device = torch.device("cpu") if loses_first else place.device
-    loaded, unmatched = _loaded(config, architecture, dtype, attention, device, packed)
+    loaded, unmatched = _loaded(config, architecture, dtype, attention, device, quantized)
     if changes_rows(config.model):
         fill_rows(loaded, config, architecture.get_text_config().vocab_size)
     return loaded, unmatched.new
@@ -272,8 +273,8 @@ def check_weights(config: TrainingConfig, architecture: PretrainedConfig) -> tup
     another shape, and if matrices that the config ties are stored with different values.
     """
     # such a checkpoint loads only onto a GPU
-    stored_packed = getattr(architecture, "quantization_config", None) is not None
-    if not config.model.load_pretrained_weights or config.model.model_name is None or stored_packed:
+    stored_quantized = getattr(architecture, "quantization_config", None) is not None
+    if not config.model.load_pretrained_weights or config.model.model_name is None or stored_quantized:
         return ()
     shape = deepcopy(architecture)  # loading writes into it
     model, unmatched = _loaded(config, shape, torch.float32, None, torch.device("meta"), None)
@@ -293,7 +294,7 @@ def _loaded(
     dtype: torch.dtype,
     attention: str | None,
     device: torch.device,
-    packed: BitsAndBytesConfig | None,
+    quantized: BitsAndBytesConfig | None,
 ) -> tuple[PreTrainedModel, Unmatched]:
     name, key = str(config.model.model_name), "model.model_name"
     if (folder := local_folder(name)) is not None:
@@ -312,7 +313,7 @@ def _loaded(
                 trust_remote_code=config.model.trust_remote_code,
                 local_files_only=folder is not None or not hub_is_reachable(),
                 device_map={"": device},
-                quantization_config=packed,
+                quantization_config=quantized,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
                 use_safetensors=True,

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from framework.build.adapters.quantize import is_packed, refuse_other_packing
+from framework.build.adapters.quantize import is_quantized_weight, refuse_other_quantization
 from framework.build.hub import UNLOADABLE, one_line
 from framework.build.loading.model import build_model
 from framework.build.loading.vocabulary import changes_rows
@@ -97,7 +97,7 @@ class ShardLoader:
         self._source: Source = lambda name, tensor: False
         self._names: dict[int, str] = {}
         self.new: tuple[str, ...] = ()
-        refuse_other_packing(config, architecture)
+        refuse_other_quantization(config, architecture)
         if needs_whole_model(config):
             self.model, self.new = build_model(config, architecture, self.place)
             return
@@ -132,10 +132,10 @@ class ShardLoader:
                         adapted.add(real)
                     elif not has_values:
                         missing.add(module)
-                    if is_packed(parameter) and has_values:
+                    if is_quantized_weight(parameter) and has_values:
                         cast(Any, module).pack(real.data)
                         continue
-                    if is_packed(parameter):
+                    if is_quantized_weight(parameter):
                         drawn.append(module)
                     self._filled[id(parameter)] = real
                 module._parameters[name] = real
@@ -145,7 +145,7 @@ class ShardLoader:
             module.pack(module.weight)
 
     def _room(self, module: nn.Module, parameter: Tensor) -> Tensor:
-        if is_packed(parameter):
+        if is_quantized_weight(parameter):
             room: Tensor = cast(Any, module).empty_matrix(self._place.device)
             return room
         return torch.empty_like(parameter, device=self._place.device)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from framework.build.adapters.quantize import is_packed, is_quantized
+from framework.build.adapters.quantize import is_quantized, is_quantized_weight
 from framework.build.hub import nearest
 from framework.build.levers.compiled import compiled_regions
 from framework.build.levers.offload import pinning
@@ -137,7 +137,7 @@ def shard(
         "mp_policy": precision(config),
         "offload_policy": CPUOffloadPolicy(place.kind == "cuda") if offloads else OffloadPolicy(),
     }
-    has_packed = is_quantized(root)
+    has_quantized = is_quantized(root)
     size = sum(item.numel() * item.element_size() for item in root.parameters()) // shards
     ends = ends_of(model, blocks)
     for unit in (*([block] for block in blocks), *ends, [root]):
@@ -153,8 +153,8 @@ def shard(
         shard_loader.close()
     parts: Any = tuple(blocks), tuple(map(tuple, ends))
     sharding = Sharding(cast(FSDPModule, root), parts[0], parts[1], block_class, shards, replicas)
-    if has_packed:
-        _finish_packed(sharding)
+    if has_quantized:
+        _finish_quantized(sharding)
     for sharded in sharding.units:
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # a division by 1 would exist only with NCCL
@@ -162,7 +162,7 @@ def shard(
     return sharding
 
 
-def _finish_packed(sharding: Sharding) -> None:
+def _finish_quantized(sharding: Sharding) -> None:
     """Finish the sharding of quantized weights; on one rank nothing is gathered."""
     from framework.build.parallel.quantized_shards import (  # bitsandbytes takes seconds to import
         gather_as_bytes,
@@ -234,8 +234,8 @@ def _refuse_mixed_units(root: nn.Module, blocks: list[nn.Module], lower: torch.d
         if len(dtypes) > 1:
             message = f"{name} has trained weights of {' and '.join(dtypes)}, which cannot be sharded together"
             problems[message] = Problem("model.torch_dtype_str", message, expected="one dtype")
-        stored = {item.dtype for item in parameters if is_packed(item)}
-        gathered = {item.dtype if is_packed(item) else lower or item.dtype for item in parameters}
+        stored = {item.dtype for item in parameters if is_quantized_weight(item)}
+        gathered = {item.dtype if is_quantized_weight(item) else lower or item.dtype for item in parameters}
         if stored and gathered | stored != {lower or next(iter(stored))}:
             message = f"{name} stores quantized bytes as {' and '.join(_names(stored))} and would be gathered in "
             message += " and ".join(_names(gathered | ({lower} if lower else set())))

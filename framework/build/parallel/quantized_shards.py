@@ -66,10 +66,10 @@ class SplitLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
         settings = {"quant_type": self.packing.quant_type, "compress_statistics": self.packing.nested}
         self.hold(bnb.nn.Params4bit(weight, requires_grad=False, **settings).to(weight.device))
 
-    def hold(self, packed: Any) -> None:
+    def hold(self, quantized: Any) -> None:
         """Store bitsandbytes' quantized values and scales as one parameter."""
-        state: QuantState = packed.quant_state
-        parts = [packed.detach().flatten(), state.absmax.view(torch.uint8)]
+        state: QuantState = quantized.quant_state
+        parts = [quantized.detach().flatten(), state.absmax.view(torch.uint8)]
         missing = -sum(map(len, parts)) % _ALIGNED
         parts += [parts[0].new_zeros(missing)] if missing else []
         joined = torch.cat(parts).view(self.quant_storage).as_subclass(Tensor)

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.build.adapters.adapter import adapter_dtype, adapter_kind, still_zero, ties_any
 from framework.build.adapters.first_adapter import as_saved
-from framework.build.adapters.quantize import is_packed, kind_name, quantized_kinds, unquantized, weight_count
+from framework.build.adapters.quantize import is_quantized_weight, kind_name, quantized_kinds, unquantized, weight_count
 from framework.build.adapters.targets import of_pattern
 from framework.build.assembly import Assembly
 from framework.build.model.heads import head_layers
@@ -184,13 +184,13 @@ def read_quantized(assembly: Assembly) -> Iterator[Reading]:
     source = f"{counted(kinds.total(), 'linear layer')}; not quantized: {unquantized(causal_model(assembly.model))}"
     yield Reading("peft.q_lora", wanted if peft.q_lora else "not quantized", found, source)
     if assembly.sharding is not None:
-        packed = [parameter for parameter in assembly.model.parameters() if is_packed(parameter)]
+        quantized = [parameter for parameter in assembly.model.parameters() if is_quantized_weight(parameter)]
         gathered = assembly.sharding.gathered_dtype or causal_model(assembly.model).dtype
-        found = ", ".join(sorted({_name_of(parameter.dtype) for parameter in packed}))
-        size = sum(local_part(parameter).nbytes for parameter in packed)
-        source = counted(len(packed), "packed weight with its scales", "packed weights with their scales")
+        found = ", ".join(sorted({_name_of(parameter.dtype) for parameter in quantized}))
+        size = sum(local_part(parameter).nbytes for parameter in quantized)
+        source = counted(len(quantized), "quantized weight with its scales", "quantized weights with their scales")
         source += f", {size:,} bytes of this rank"
-        yield Reading("packed weights stored as", _name_of(gathered), found, source)
+        yield Reading("quantized weights stored as", _name_of(gathered), found, source)
 
 
 def read_adapter_dropout(assembly: Assembly) -> Iterator[Reading]:
@@ -246,7 +246,9 @@ def _stored(assembly: Assembly) -> str:
     """Effects of the gathering dtype, which no key sets directly."""
     if assembly.sharding is None:
         return ""
-    stored = {str(item.dtype).removeprefix("torch.") for item in assembly.model.parameters() if is_packed(item)}
+    stored = {
+        str(item.dtype).removeprefix("torch.") for item in assembly.model.parameters() if is_quantized_weight(item)
+    }
     held = {str(item.dtype).removeprefix("torch.") for item in assembly.trained}
     dtype, pure = " and ".join(sorted(stored)), assembly.sharding.gathered_dtype is None
     key = "model.torch_dtype_str" if pure else "training.mixed_precision_dtype"

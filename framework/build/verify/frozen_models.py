@@ -112,9 +112,9 @@ def read_teacher(assembly: Assembly) -> Iterator[Reading]:
         found = str(teacher.torch_dtype_str) if held == {wanted} else dtypes
         yield Reading("training.teacher.torch_dtype_str", str(teacher.torch_dtype_str), found, "its parameters")
     if teacher.bits is not None or kinds:
-        asked = kind_name(teacher.bits, "nf4", False) if teacher.bits is not None else "not packed"
+        asked = kind_name(teacher.bits, "nf4", False) if teacher.bits is not None else "not quantized"
         source = f"{counted(kinds.total(), 'linear layer')} of the teacher"
-        yield Reading("training.teacher.bits", asked, ", ".join(kinds) or "not packed", source)
+        yield Reading("training.teacher.bits", asked, ", ".join(kinds) or "not quantized", source)
 
 
 def _frozen(assembly: Assembly, what: str) -> str:

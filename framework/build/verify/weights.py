@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from framework.build.adapters.quantize import is_packed
+from framework.build.adapters.quantize import is_quantized_weight
 from framework.build.assembly import Assembly
 from framework.build.levers.float8 import HELD, Float8Base, linear_layers
 from framework.build.loading.config_values import FULL, rope_of
@@ -34,8 +34,8 @@ def read_parameters(assembly: Assembly) -> Iterator[Reading]:
     found = asked if is_part or (trained == total and not frozen) else f"{trained:,}"
     kinds = {"trained": Counter[str](), "frozen": Counter[str]()}
     for parameter, count in parameters:
-        is_stored_as = is_packed(parameter) and parameter.is_floating_point()
-        kind = _name(parameter.dtype) + (" of packed bytes" if is_stored_as else "")
+        is_stored_as = is_quantized_weight(parameter) and parameter.is_floating_point()
+        kind = _name(parameter.dtype) + (" of quantized bytes" if is_stored_as else "")
         kinds["trained" if parameter.requires_grad else "frozen"][kind] += count
     by_dtype = (f"{count:,} {kind} {word}" for word, each in kinds.items() for kind, count in each.most_common())
     yield Reading("trained parameters", asked, found, f"requires_grad of {total:,}: {', '.join(by_dtype)}")
@@ -49,7 +49,7 @@ def read_weight_dtypes(assembly: Assembly) -> Iterator[Reading]:
         for name, parameter in assembly.model.named_parameters()
         if parameter.is_floating_point()
         and not (assembly.adapter and is_of_adapter(name, parameter))
-        and not is_packed(parameter)  # their dtype is that of bytes
+        and not is_quantized_weight(parameter)  # their dtype is that of bytes
         and parameter.dtype is not HELD  # read back by `read_float8_products`
     ]
     counted = Counter(parameter.dtype for parameter in own)

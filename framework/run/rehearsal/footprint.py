@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from framework.build.adapters.quantize import packed_state, scale_tensors, weight_count
+from framework.build.adapters.quantize import quantization_state, scale_tensors, weight_count
 from framework.build.assembly import Assembly
 from framework.build.levers.float8 import HELD
 from framework.build.levers.streamed_base import SLOTS, StreamedBase
-from framework.build.loading.model import embedding_rows, is_packed_when_loaded
+from framework.build.loading.model import embedding_rows, is_quantized_when_loaded
 from framework.build.loading.sharded import is_sent, needs_whole_model
 from framework.build.loading.vocabulary import changes_rows, token_matrices
 from framework.build.model.experts import chosen_and_available
@@ -131,7 +131,7 @@ def whole_bytes(assembly: Assembly) -> int:
     """Bytes of all weights as loaded: not sharded, not quantized."""
     counts, plain = _counts(assembly), 0
     for name, parameter in assembly.model.named_parameters():
-        state = packed_state(parameter)
+        state = quantization_state(parameter)
         plain += counts[name] * (state.dtype.itemsize if state is not None else parameter.element_size())
     return plain
 
@@ -248,7 +248,9 @@ def _is_converted(assembly: Assembly, weight: Tensor) -> bool:
 
 
 def _whole_bytes(unit: Sequence[nn.Parameter], sizes: Mapping[nn.Parameter, int], is_read: bool) -> int:
-    plain = [state.shape.numel() * state.dtype.itemsize for item in unit if (state := packed_state(item)) is not None]
+    plain = [
+        state.shape.numel() * state.dtype.itemsize for item in unit if (state := quantization_state(item)) is not None
+    ]
     return sum(sizes[item] for item in unit) + (max(plain, default=0) if is_read else sum(plain))
 
 
@@ -268,16 +270,16 @@ def _read_checkpoint(tracker: Tracker, assembly: Assembly, held: Sequence[Tensor
     base = [tensor for tensor, counts in zip(held, is_base, strict=True) if counts]
     sizes = [tensor.numel() * tensor.element_size() for tensor in base]
     peft = assembly.config.peft
-    is_packed = assembly.config.training.use_peft and peft.q_lora
-    if is_packed and not is_packed_when_loaded(assembly.config):
+    is_quantized = assembly.config.training.use_peft and peft.q_lora
+    if is_quantized and not is_quantized_when_loaded(assembly.config):
         width = assembly.export_dtype.itemsize
         _pass(tracker, sum(weight_count(tensor) * width for tensor in base), Space.HOST)
         return
     if assembly.config.training.use_peft and assembly.config.training.fp8 is not Fp8.NONE:
         # everything arrives before it is converted matrix by matrix
         sizes = [tensor.numel() * assembly.export_dtype.itemsize for tensor in base]
-    if is_packed or any(_is_converted(assembly, tensor) for tensor in base if tensor.dtype is not HELD):
-        _pass(tracker, sum(heapq.nlargest(1 if is_packed else LOADERS, sizes)), Space.HOST)
+    if is_quantized or any(_is_converted(assembly, tensor) for tensor in base if tensor.dtype is not HELD):
+        _pass(tracker, sum(heapq.nlargest(1 if is_quantized else LOADERS, sizes)), Space.HOST)
     if assembly.streamed is None:
         capacity = assembly.config.gpu.capacity_bytes
         limit = capacity - SPARED_BY_WARMUP if capacity is not None else sum(sizes)

@@ -69,7 +69,7 @@ def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
 def _unsharded_weights(config: TrainingConfig) -> Iterator[Conflict]:
     training = config.training
     if training.use_peft and config.peft.q_lora:
-        yield from _packed_base(config)
+        yield from _quantized_base(config)
     if training.mixed_precision_dtype is MixedPrecision.FP16:
         message = "a loss scale is not kept over sharded gradients"
         yield Conflict(("training.mixed_precision_dtype", _ON), message, config.gpu.instead_of_float16)
@@ -87,7 +87,7 @@ def _unsharded_weights(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("fsdp.cpu_offload", "gpu.name"), message, "false")
 
 
-def _packed_base(config: TrainingConfig) -> Iterator[Conflict]:
+def _quantized_base(config: TrainingConfig) -> Iterator[Conflict]:
     peft = config.peft
     if peft.q_lora_bits == 8:
         message = "8-bit weights cannot be sharded: bitsandbytes keeps their scales, and further copies, elsewhere"

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from framework.build.adapters.quantize import _best_factors, refuse_other_packing, scale_tensors
+from framework.build.adapters.quantize import _best_factors, refuse_other_quantization, scale_tensors
 from framework.build.verify import verify
 from framework.errors import RequestError
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
@@ -191,10 +191,10 @@ def test_weights_that_are_stored_packed_are_held_just_so_or_refused(stored, peft
     )
     architecture = LlamaConfig(**({} if stored is None else {"quantization_config": stored}))
     if word is None:
-        refuse_other_packing(config, architecture)
+        refuse_other_quantization(config, architecture)
         return
     with pytest.raises(RequestError, match=word) as refused:
-        refuse_other_packing(config, architecture)
+        refuse_other_quantization(config, architecture)
     assert refused.value.problems[0].expected
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from framework.build.adapters.quantize import is_packed, scale_tensors
+from framework.build.adapters.quantize import is_quantized_weight, scale_tensors
 from framework.build.loading.model import build_model, read_architecture
 from framework.build.place import real_place
 from framework.build.ranks import Ranks, local_part
@@ -186,7 +186,7 @@ def test_bytes_of_numbers_and_scales_go_through_gathering_as_they_were_packed(na
     folder, _ = found
     gathered = load_file(folder / f"{name}-gathered-{rank}.safetensors")
     whole_one = tiny_assembly(case(name, 1, folder)).model
-    packed = {key: item for key, item in whole_one.named_parameters() if is_packed(item)}
+    packed = {key: item for key, item in whole_one.named_parameters() if is_quantized_weight(item)}
     assert packed.keys() == gathered.keys()
     no_numbers = 0
     for key, parameter in packed.items():
@@ -200,11 +200,11 @@ def test_what_is_split_and_stored_as_what_is_read_back(found):
     """Storage and adapter follow from the dtype of gathering."""
     for name, stored, adapter in (("full", "float32", "float32"), ("pure", "bfloat16", "bfloat16")):
         read = found[1][0][name]["read"]
-        assert read["packed weights stored as"][0] == stored
+        assert read["quantized weights stored as"][0] == stored
         assert read["peft.adapter_dtype"][0] == adapter
     read = found[1][0]["mixed"]["read"]
-    assert read["packed weights stored as"][0] == "bfloat16"
-    assert read["packed weights stored as"][1].startswith("14 packed weights with their scales, ")
+    assert read["quantized weights stored as"][0] == "bfloat16"
+    assert read["quantized weights stored as"][1].startswith("14 quantized weights with their scales, ")
     assert read["peft.adapter_dtype"] == ["float32", "trained parameters, gathered in bfloat16"]
     assert read["peft.q_lora"][0] == "4-bit nf4, nested scales"
     assert read["fsdp.enable_fsdp"][0] == "1/2 of the weights"
@@ -256,10 +256,10 @@ def test_what_a_preference_is_measured_against_stays_as_it_was_packed(found):
 
 
 def test_bytes_that_a_cast_would_take_for_numbers_are_refused_before_weights_arrive(monkeypatch, tmp_path):
-    from framework.build.parallel import quantized_shards as packed_shards
+    from framework.build.parallel import quantized_shards
 
-    store_as = packed_shards.store_as
-    monkeypatch.setattr(packed_shards, "store_as", lambda storage, model: store_as(torch.float32, model))
+    store_as = quantized_shards.store_as
+    monkeypatch.setattr(quantized_shards, "store_as", lambda storage, model: store_as(torch.float32, model))
     with pytest.raises(RequestError, match="quantized bytes as float32 and would be gathered in bfloat16 and float32"):
         record(case("mixed", 2, tmp_path, model={"load_pretrained_weights": False}))
 

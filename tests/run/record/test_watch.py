@@ -84,7 +84,7 @@ def test_what_is_no_leak_is_not_reported(watch, floors):
 @pytest.mark.parametrize("noise", [1, 256])
 @pytest.mark.parametrize("every", [8, 25, 40])
 def test_a_leak_in_stairs_is_reported_at_the_third(watch, every, noise):
-    """3 GiB more every so many steps, such as after each evaluation: reported once, within two steps of the third rise."""
+    """3 GiB more every so many steps, such as after each evaluation: reported once, within two steps of the third."""
     drawn = random.Random(every)
     floors = [GIB + step // every * 3 * GIB + drawn.randrange(noise * MIB) for step in range(5 * every)]
     warnings = watch(floors, headroom=100 * GIB)

@@ -1,4 +1,4 @@
-"""Optimizers with other keys: impossible combinations are refused from the recipe alone, with possible ones proposed."""
+"""Optimizers with other keys: impossible combinations are refused by the recipe alone, with possible ones proposed."""
 
 import pytest
 
