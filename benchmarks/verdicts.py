@@ -68,7 +68,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
 NOT_HERE = {
     "finetune_hub": "its model is not in the package",
     "finetune_local": "its model is not in the package",
-    **dict.fromkeys(("distill", "preference", "text"), "`tunesmith plan` tells, with the card and the model"),
+    **dict.fromkeys(("distill", "preference", "text"), "`tunesmith plan` answers, with the card and the model"),
 }
 """Shipped recipe without a row -> why."""
 SIZES = (1, 4, 16)
@@ -235,7 +235,7 @@ CI holds the table to this code: every shipped card is in it, the page is what t
 (before capability 8.0, or since; one class by lot) have their verdict from is made again, and its cards follow from
 it; one seeded verdict is computed from nothing, and of two the plan is made with the card's own facts
 (`tests/test_verdicts.py`; `make test-all` makes the plans of all rows and both classes). The other verdicts are as
-they were committed. Of the other recipes `tunesmith plan` tells.
+they were committed. For other recipes use `tunesmith plan`.
 """
 
 

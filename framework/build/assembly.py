@@ -291,4 +291,4 @@ def _sharing_matrices(config: TrainingConfig, place: Place, ranks: Ranks) -> "tu
     from framework.build.parallel.tensor_parallel import share_matrices
 
     tensor = share_matrices(config, place, ranks)
-    return tensor, replace(ranks, alike=tensor.size, others=tensor.others)
+    return tensor, replace(ranks, same_rows=tensor.size, others=tensor.others)

@@ -20,7 +20,7 @@ class OutOfMemoryElsewhere(Exception):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the `world` that train together; alone by default.
+    """This process among the `world` that train together; a single one by default.
 
     `local_rank` is its index among the `local_world` processes of its machine.
     """
@@ -31,10 +31,10 @@ class Ranks:
     local_world: int = 1
     meet: Callable[[], None] = field(default=lambda: None, compare=False)
     """Barrier without the timeout of a collective."""
-    alike: int = 1
+    same_rows: int = 1
     """Number of neighboring ranks that compute the same from the same rows, so that sums count one of them."""
     others: Any = field(default=None, compare=False)
-    """torch's process group of the ranks with different rows, one of each `alike` neighbors; None for all ranks."""
+    """torch's process group of the ranks with different rows, one of each `same_rows` neighbors; None for all ranks."""
     checks_in: bool = False
     """Whether ranks report to each other before each collective whether they have run out of memory."""
 
@@ -48,14 +48,14 @@ class Ranks:
 
         Raises OutOfMemoryElsewhere, as `check_in` does.
         """
-        if self.world > self.alike:
+        if self.world > self.same_rows:
             self.check_in()
             torch.distributed.all_reduce(tensor, group=self.others)
         return tensor
 
     def count(self, number: int, device: torch.device) -> int:
         """Sum of a number over all ranks' rows. Synchronizes with the device if there are several."""
-        if self.world == self.alike:
+        if self.world == self.same_rows:
             return number
         return int(self.sum(torch.tensor(number, device=device)))
 

@@ -128,8 +128,8 @@ def shard(
     params, strategy = config.fsdp, ShardingStrategy(config.fsdp.sharding_strategy)
     blocks = refuse_unsharded(config, root, model)
     block_class = type(blocks[0]).__name__  # sharding changes the class
-    shards = ranks.local_world if strategy in HYBRID else ranks.world // ranks.alike
-    replicas = ranks.world // ranks.alike // shards
+    shards = ranks.local_world if strategy in HYBRID else ranks.world // ranks.same_rows
+    replicas = ranks.world // ranks.same_rows // shards
     offloads = params.cpu_offload is True and not place.rehearsed  # a rehearsal's fake ranks handle it
     settings: dict[str, Any] = {
         "mesh": _mesh(place, replicas, shards) if tensor is None else tensor.peers(),

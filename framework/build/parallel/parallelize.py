@@ -60,7 +60,7 @@ def parallelize(
         return shard(config, root, model, place, ranks, shard_loader, tensor)
     if tensor is not None:
         tensor.cut_all(model, root, shard_loader)
-    if ranks.world == ranks.alike or place.rehearsed:  # DDP is rehearsed as one process
+    if ranks.world == ranks.same_rows or place.rehearsed:  # DDP is rehearsed as one process
         return None
     ranks.meet()  # loading times differ between ranks
     return _replicated(root, ranks.others)

@@ -339,10 +339,12 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, is_other_allowed: bool
         load_parts(checkpoint, assembly, state["optimizer"])
     else:
         _load_whole(checkpoint, assembly, state["optimizer"])
-    first_alike = assembly.ranks.rank - assembly.ranks.rank % assembly.ranks.alike  # same rows, same random states
-    if first_alike == 0:
+    first_of_group = (
+        assembly.ranks.rank - assembly.ranks.rank % assembly.ranks.same_rows
+    )  # same rows, same random states
+    if first_of_group == 0:
         restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
-    elif (own := checkpoint / _random_of(first_alike)).exists():  # otherwise there were fewer ranks
+    elif (own := checkpoint / _random_of(first_of_group)).exists():  # otherwise there were fewer ranks
         restore_random_state(*parsed(own.read_text()))
     assembly.loss_scale.restore(state.get("loss_scale", {}))
     return int(state["step"])

@@ -74,6 +74,6 @@ def agree(coordinator: Coordinator, text: str) -> None:
 def seed_each_rank(seed: int, ranks: Ranks) -> None:
     """Give each data-parallel rank its own random state, for dropout, after the model was built from the same seed on
     all. Ranks with the same rows keep a common state; the first one's is that of a single process."""
-    number = ranks.rank // ranks.alike
-    if number or ranks.alike > 1:
+    number = ranks.rank // ranks.same_rows
+    if number or ranks.same_rows > 1:
         seed_all(int(np.random.SeedSequence([seed, number]).generate_state(1)[0]))

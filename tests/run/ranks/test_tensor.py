@@ -335,6 +335,6 @@ def test_a_whole_run_on_two_goes_on_with_one(corpus, tmp_path):  # noqa: F811
 def test_ranks_that_compute_the_same_draw_the_same_and_others_do_not():
     drawn = []
     for rank in range(4):
-        seed_each_rank(7, Ranks(rank, 4, alike=2))
+        seed_each_rank(7, Ranks(rank, 4, same_rows=2))
         drawn.append(torch.rand(4).tolist())
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
