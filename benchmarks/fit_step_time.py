@@ -166,20 +166,12 @@ def steps(use: str) -> list[Step]:
 
 
 def phases_of(step: Step) -> list[Phase]:
-    """What the host took for the phases of a step in which it alone decides; none for another step.
-
-    Of rows with its speed before and after each step, seconds at a speed of a millisecond, of the steps in which it
-    kept that speed; they have one factor in common.
-    """
+    """What the host took for the phases of a step in which it alone decides; none for another step."""
     row = step.row
     if (row.busy_seconds or 0) >= DECIDES * row.seconds or "in-backward" in row.name or "offload" in row.name:
         return []
-    seconds, speed = row.steps[0], row.name
-    if row.speed_ms:
-        around = list(zip(row.speed_ms[:-1], row.speed_ms[1:], strict=True))
-        kept = [at for at, pair in enumerate(around) if max(pair) - min(pair) < 0.15 * max(pair)]
-        at_one = [{key: row.steps[at][key] / mean(around[at]) for key in seconds} for at in kept or range(len(around))]
-        seconds, speed = {key: median(found[key] for found in at_one) for key in seconds}, row.machine
+    seconds = {key: median(each.get(key, 0.0) for each in row.steps) for key in row.steps[0]}
+    speed = f"{row.name} {row.machine}"
     return [
         Phase(step.phases[name], seconds[name], noise, speed)
         for name, noise in PHASES.items()
@@ -297,7 +289,7 @@ def fitted() -> Fitted:
         hosts[name].append(speeds[name])
     for step, found in of_phases:
         if found:
-            hosts[step.row.machine].append(speeds[found[0].speed] * (mean(step.row.speed_ms or (1.0,))))
+            hosts[step.row.machine].append(speeds[found[0].speed])
     shares = {name: geometric_mean(values) for name, values in sorted(hosts.items())}
     level = geometric_mean(shares[name] / probed for name, probed in PROBED.items())
     return Fitted(at[: len(COSTS)] * level, {name: round(share / level, 3) for name, share in shares.items()})

@@ -31,8 +31,10 @@ from framework.schema.gpu import HostParams
 RESULTS = Path(__file__).parent / "results"
 OUT = RESULTS / "step_time_replanned_cpu.json"
 TWO_CARDS = "two cards"
-SEED, JUDGES = 20261130, "B-"
-"""What drew the rows that judge, and how their names begin."""
+SEEDS = {"A-": 20261129, "B-": 20261130}
+"""How names of rows begin -> what drew them."""
+JUDGES = "B-"
+"""Nothing was fitted to any row of this seed; of the other one, to none that says so."""
 SECONDS = 600
 """After which a plan is ended."""
 
@@ -70,7 +72,7 @@ def _as_recorded(name: str, config: TrainingConfig) -> float:
 def measured() -> Iterator[tuple[str, str, float]]:
     """(group, name, seconds) of each measurement; the group of one card is its call."""
     for row in read("step_time_phases_h200.json")["rows"]:
-        if row["name"].startswith(JUDGES):
+        if row.get("judges", row["name"].startswith(JUDGES)):
             yield str(row["call"]), row["name"], row["step_seconds"]
     for row in read("drawn_sharded_h200.json")["rows"]:
         yield TWO_CARDS, row["name"], row["measured"]["step_seconds"]
@@ -82,7 +84,7 @@ def asked() -> Iterator[dict[str, Any]]:
     for group, name, _ in measured():
         calls.setdefault(name, []).append(group)
     hosts = read("step_time_phases_h200.json")["hosts"]
-    rows = [{**row, "name": JUDGES + row["name"]} for row in drawn("single", SEED)]
+    rows = [{**row, "name": first + row["name"]} for first, seed in SEEDS.items() for row in drawn("single", seed)]
     for row in [*rows, *read("drawn_sharded_predictions.json")["rows"]]:
         if row["name"] in calls:
             of_row = {call: hosts[call] for call in calls[row["name"]] if call in hosts}

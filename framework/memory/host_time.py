@@ -8,7 +8,18 @@ or bitsandbytes, a graph compiled by Inductor.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from framework.memory.trace import GATHER, GRAPH, MODULE, PREFETCH, RECOMPUTED, REDUCE, WAIT, Launcher, Operation
+from framework.memory.trace import (
+    GATHER,
+    GRAPH,
+    MODULE,
+    PREFETCH,
+    RECOMPUTED,
+    REDUCE,
+    RESTORE,
+    WAIT,
+    Launcher,
+    Operation,
+)
 from framework.schema.gpu import HostParams
 
 
@@ -33,7 +44,7 @@ class HostCosts:
     recompute_view: float
     backward_view: float
     unpack: float
-    """Saving a tensor through a checkpoint's hooks and restoring it, which shows as a `detach` in backward."""
+    """Half of saving a tensor through hooks and restoring it, which shows as two RESTORE operations."""
     product: float
     """Extra time of a matrix product or attention call, in which cuBLAS or cuDNN selects an algorithm."""
     compiled: float
@@ -71,32 +82,32 @@ class HostCosts:
 
 
 FITTED = HostCosts(
-    module=5.4e-6,
-    recomputed_module=11.9e-6,
-    forward=23.4e-6,
-    recompute=11.1e-6,
-    backward=19.9e-6,
-    optimizer=27.4e-6,
-    in_place=4.56e-6,
-    forward_view=1.7e-6,
-    recompute_view=12.1e-6,
-    backward_view=3.09e-6,
-    unpack=35.9e-6,
-    product=17.8e-6,
-    compiled=27.9e-6,
-    graph=0.255e-3,
-    recomputed_graph=1.23e-3,
-    triton=0.184e-3,
-    bitsandbytes=0.2e-3,
-    bitsandbytes_update=79.1e-6,
-    prefetch=35.6e-6,
-    listed=3.48e-6,
-    wait=21.8e-6,
-    step=2.36e-3,
+    module=4.97e-6,
+    recomputed_module=15.8e-6,
+    forward=23.2e-6,
+    recompute=13e-6,
+    backward=21.1e-6,
+    optimizer=28.9e-6,
+    in_place=4.78e-6,
+    forward_view=1.89e-6,
+    recompute_view=13.2e-6,
+    backward_view=3.34e-6,
+    unpack=34e-6,
+    product=16.8e-6,
+    compiled=27.8e-6,
+    graph=0.357e-3,
+    recomputed_graph=0.684e-3,
+    triton=0.212e-3,
+    bitsandbytes=0.135e-3,
+    bitsandbytes_update=91.4e-6,
+    prefetch=36.3e-6,
+    listed=3.34e-6,
+    wait=23.4e-6,
+    step=2.19e-3,
 )
 """Fitted by `benchmarks/fit_step_time.py` to 117 steps of five machines with an H200, and to the host time of forward,
-loss, backward and update in 23 host-bound steps of two more (torch 2.11, 2026-11). The level is that of the reference
-host of `doctor --calibrate`; the hosts of the seven machines range from 0.74 to 1.38 of it."""
+loss, backward and update in 26 host-bound steps of three more (torch 2.11, 2026-11). The level is that of the reference
+host of `doctor --calibrate`; the hosts of the eight machines range from 0.79 to 1.4 of it."""
 
 
 _KINDS: Mapping[str, tuple[str, ...]] = {
@@ -129,7 +140,7 @@ def host_seconds(operation: Operation, costs: HostCosts) -> float:
         return costs.bitsandbytes_update if operation.phase == "optimizer_step" else costs.bitsandbytes
     if not operation.bytes:
         if operation.phase == "backward":
-            return costs.unpack if operation.name == "detach" else costs.backward_view
+            return costs.unpack if operation.name == RESTORE else costs.backward_view
         return costs.recompute_view if operation.phase == RECOMPUTED else costs.forward_view
     if operation.launcher is Launcher.COMPILED:
         return costs.compiled

@@ -112,12 +112,17 @@ def _bandwidth_share(operation: Operation, efficiency: Efficiency) -> float:
         return efficiency.coded_bandwidth if operation.name.endswith("update_8") else efficiency.unpack_bandwidth
     if operation.launcher is Launcher.TRITON:
         return efficiency.triton_bandwidth
+    if operation.name in _UNPACKS:
+        return efficiency.unpack_bandwidth
     if operation.launcher is Launcher.COMPILED and not operation.flops:
         return efficiency.compiled_bandwidth
     if operation.tensors > 1:
         return efficiency.update_bandwidth
     return efficiency.reduction_bandwidth if operation.name in _REDUCTIONS else efficiency.bandwidth
 
+
+_UNPACKS = ("unpack", "dequantize_4bit", "dequantize_blockwise")
+"""Kernels of bitsandbytes in compiled code."""
 
 _REDUCTIONS = frozenset(
     {

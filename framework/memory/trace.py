@@ -55,6 +55,9 @@ WAIT = "wait"
 PREFETCH = "prefetch"
 """`Operation.name` of prefetching pages of managed memory, `tensors` states of one parameter."""
 
+RESTORE = "restore"
+"""`Operation.name` of a `detach` by which a saved tensor passes the hooks of a checkpoint or an offload in backward."""
+
 MODULE = "module"
 """`Operation.name` of a module call, which is Python code and launches nothing by itself."""
 

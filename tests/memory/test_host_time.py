@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from framework.memory.host_time import FITTED, HostCosts, host_seconds
-from framework.memory.trace import GATHER, GRAPH, MODULE, WAIT, Launcher, Operation
+from framework.memory.trace import GATHER, GRAPH, MODULE, RESTORE, WAIT, Launcher, Operation
 from framework.schema.gpu import HostParams
 
 UNIT = HostCosts(**{item.name: 10.0**place for place, item in enumerate(fields(HostCosts))})
@@ -23,7 +23,8 @@ UNIT = HostCosts(**{item.name: 10.0**place for place, item in enumerate(fields(H
         (Operation("view", "forward", 0, 0, ""), "forward_view"),
         (Operation("view", "recompute", 0, 0, ""), "recompute_view"),
         (Operation("view", "backward", 0, 0, ""), "backward_view"),
-        (Operation("detach", "backward", 0, 0, ""), "unpack"),
+        (Operation("detach", "backward", 0, 0, ""), "backward_view"),
+        (Operation(RESTORE, "backward", 0, 0, ""), "unpack"),
         (Operation("generated", "backward", 0, 8, "", (), Launcher.COMPILED), "compiled"),
         (Operation("view", "forward", 0, 0, "", (), Launcher.COMPILED), "forward_view"),
         (Operation("kernel", "forward", 0, 8, "", (), Launcher.TRITON), "triton"),

@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,14 +233,27 @@ def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
         if isinstance(state, Packing):
             continue
         if state is not None:
-            found = [state.absmax, state.code, state.offset]
-            found += [state.state2.absmax, state.state2.code] if state.nested else []
-            yield from (tensor for tensor in found if tensor is not None)
+            yield from scales_of(state)
         elif type(weight).__name__ == "Int8Params":
             kept: Any = module.state
             scales = weight.SCB if weight.SCB is not None else kept.SCB  # type: ignore[union-attr]
             if scales is not None:
                 yield scales
+
+
+def scales_of(state: Any) -> list[Tensor]:
+    """Tensors of a 4-bit weight's `quant_state`: scales, codes, offset, those of nested scales last."""
+    states = (state, state.state2) if state.nested else (state,)
+    return [value for each in states for value in vars(each).values() if isinstance(value, Tensor)]
+
+
+def with_scales(state: Any, scales: Iterator[Tensor]) -> Any:
+    """A copy of a 4-bit weight's `quant_state` with the next of `scales`, in the order of `scales_of`."""
+    copied = copy(state)
+    vars(copied).update({name: next(scales) for name, value in vars(state).items() if isinstance(value, Tensor)})
+    if state.nested:
+        copied.state2 = with_scales(state.state2, scales)
+    return copied
 
 
 @dataclass(frozen=True)

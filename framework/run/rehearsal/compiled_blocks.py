@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from framework.build.adapters.quantize import Packing, scales_of, with_scales
 from framework.build.assembly import Assembly
 from framework.build.hub import one_line
 from framework.build.levers.compiled import WHOLE, Region, compiled_regions
@@ -137,13 +138,17 @@ class Capture:
         others = [None if isinstance(item, torch.Tensor) else item for item in flat]
         self._spec: TreeSpec | None = None
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        quantized = dict(_quantized(module))
 
         def function(*inputs: torch.Tensor) -> list[Any]:
             leaves = list(others)
             for index, tensor in zip(self._tensors, inputs, strict=False):
                 leaves[index] = tensor
             args, kwargs = tree_unflatten(leaves, spec)
-            state = dict(zip(names, inputs[len(self._tensors) :], strict=True))
+            held = iter(inputs[len(self._tensors) :])
+            state = dict(zip(names, held, strict=False))
+            for name, original in quantized.items():
+                state[name].quant_state = with_scales(original, held)  # type: ignore[attr-defined]
             with _function_modes(modes), torch.nn.utils.stateless._reparametrize_module(module, state):
                 result = call(*args, **kwargs)
             flat_result, self._spec = tree_flatten(result)
@@ -159,7 +164,7 @@ class Capture:
             function,
             forward,
             backward,
-            partial(_cut, weights=range(len(self._tensors), len(self._tensors) + len(names))),
+            partial(_cut, weights=range(len(self._tensors), len(self._tensors) + len(_held(module)))),
             select_decomp_table(),
             inference_compiler=forward,
             keep_inference_input_mutations=True,
@@ -169,14 +174,27 @@ class Capture:
         return self.user.tracker if self.user.mode.tracing is False else None
 
     def run(self, module: nn.Module, flat: Sequence[Any]) -> list[Any]:
-        held = [*module.parameters(), *module.buffers()]
-        return list(self._compiled(*(flat[index] for index in self._tensors), *held))
+        return list(self._compiled(*(flat[index] for index in self._tensors), *_held(module)))
 
     def __call__(self, module: nn.Module, flat: Sequence[Any]) -> Any:
         with _without_function_modes():
             result = self.run(module, flat)
         assert self._spec is not None
         return tree_unflatten(result, self._spec)
+
+
+def _quantized(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, `quant_state`) of each 4-bit weight."""
+    for name, weight in module.named_parameters():
+        state = getattr(weight, "quant_state", None)
+        if state is not None and not isinstance(state, Packing):
+            yield name, state
+
+
+def _held(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that a block has: parameters, buffers, scales of 4-bit weights."""
+    scales = (scale for _, state in _quantized(module) for scale in scales_of(state))
+    return [*module.parameters(), *module.buffers(), *scales]
 
 
 Kept = dict[str, dict[Any, Capture]]

@@ -141,7 +141,7 @@ def operations_of(
         tensors=(len(args[0]) if is_of_lists else 1),
         is_aligned=kernels.is_aligned(packet, args),
     )
-    if str(packet).startswith("bitsandbytes."):
+    if str(packet).startswith("bitsandbytes.") and launcher is Launcher.TORCH:
         operation = operation._replace(launcher=Launcher.BITSANDBYTES)
     if is_quantized_product(packet):
         shape = quantized_shape(packet, args)

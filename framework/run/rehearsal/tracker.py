@@ -22,6 +22,7 @@ from framework.memory.trace import (
     MODULE,
     RECOMPUTED,
     REDUCE,
+    RESTORE,
     TRANSFER,
     WAIT,
     Kind,
@@ -69,6 +70,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps_on_host = False
         """Whether the optimizer steps on weights, gradients and states in host memory."""
         self._communicates = False
+        self._has_hooks = False
+        """Whether a checkpoint or an offload keeps the tensors that this micro-batch saves."""
         self.stream = 0
         """The CUDA stream of new tensors, which are served by its allocator pool."""
 
@@ -76,6 +79,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def observe(self, phase: str, empties_cache: bool = False) -> None:
         """Begin a phase of the step."""
         self.phase = phase
+        self._has_hooks &= phase != _FORWARD
         self._blocks.begin_stretch()
         self.trace.enter(phase, empties_cache)
 
@@ -182,7 +186,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Mark operations within the block as compiled code; `of_forward` also for recomputation in backward."""
         before = self._launcher, self._in_forward_code
         self._launcher, self._in_forward_code = Launcher.COMPILED, of_forward
-        self.trace.operations.append(Operation(GRAPH, self._operation_phase(), 0, 0, ""))
+        self.trace.operations.append(Operation(GRAPH, self._code_phase(), 0, 0, ""))
         try:
             yield
         finally:
@@ -216,7 +220,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note_module(self) -> None:
         """Record the call of a module, unless a graph is being captured, when other modes are on top."""
         if _get_current_dispatch_mode() is self:
-            self.trace.operations.append(Operation(MODULE, self._operation_phase(), 0, 0, ""))
+            self.trace.operations.append(Operation(MODULE, self._code_phase(), 0, 0, ""))
 
     # -- torch calls
     def __enter__(self) -> "Tracker":
@@ -292,7 +296,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._blocks.note_update(packet, args, result)
         is_product = packet in kernels.MATRIX_PRODUCTS or is_quantized_product(packet)
         if not (made_memory or func._schema.is_mutable or is_product):
-            self.trace.operations.append(Operation(packet.__name__, self._operation_phase(), 0, 0, ""))
+            phase = self._operation_phase()
+            is_restored = packet is aten.detach and self._has_hooks and phase == _BACKWARD
+            self.trace.operations.append(Operation(RESTORE if is_restored else packet.__name__, phase, 0, 0, ""))
             return
         if is_product:
             self._take_cublas_workspace(kernels.has_fused_bias(packet, args))
@@ -307,6 +313,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The phase, except that a checkpoint's recomputation in backward is marked: it is Python code, as slow as
         forward's."""
         return RECOMPUTED if self.phase == _BACKWARD and self._recomputes() else self.phase
+
+    def _code_phase(self) -> str:
+        """The phase of a module's or a graph's call; in backward only a checkpoint calls them."""
+        phase = self._operation_phase()
+        self._has_hooks |= phase == RECOMPUTED
+        return phase
 
     def _recomputes(self) -> bool:
         """Whether a checkpoint is recomputing forward."""
@@ -386,6 +398,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _note_transfer(self, tensor: torch.Tensor) -> None:
+        self._has_hooks |= self.phase == _FORWARD  # where an offload sends what is saved
         size = tensor.numel() * tensor.element_size()
         self.trace.operations.append(Operation(TRANSFER, self._operation_phase(), 0, size, ""))
 

@@ -19,7 +19,7 @@ HOST = json.loads((HERE.parent / "benchmarks" / "results" / "step_time_fit_h200.
 they judge how times compare among each other more than their level."""
 WITHIN = {
     "1b_full/gc-false/compile-true": 0.25,  # the card is busy for half of it, which is not overlapped
-    "8b_lora/gc-true/compile-true": 0.18,  # adapters in compiled blocks, which no row of the fit has
+    "8b_lora/gc-true/compile-true": 0.20,  # adapters in compiled blocks, which no row of the fit has
 }
 
 
@@ -53,4 +53,5 @@ def test_recorded_kernels_cost_the_host_nothing():
         for value in ("false", "true")
     )
     assert launched.bound_by == "host"
-    assert 0.95 * 29.3 / 87.2 < recorded.seconds / launched.seconds < 29.3 / 60.2
+    # an average host takes longer to launch, and as long to do the rest: the share is smaller than measured
+    assert 0.88 * 29.3 / 87.2 < recorded.seconds / launched.seconds < 29.3 / 60.2

@@ -1,16 +1,19 @@
 """Plans of compiled runs against memory measured on an H100, and what a plan does where a block cannot be captured."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.drawn import config_of, drawn
 from framework.build.levers.compiled import WHOLE
 from framework.compose import compose
 from framework.memory.ledger import Band
 from framework.memory.planning import choose_band, make_plan
+from framework.memory.step_time import steady_step
 from framework.memory.trace import GRAPH, RECOMPUTED, Launcher
 from framework.run.rehearsal import compiled_blocks
 from framework.run.rehearsal.compiled_graph import Role, Schedule
@@ -122,6 +125,35 @@ def test_a_checkpoint_around_a_compiled_block_keeps_its_input_alone(architecture
     again = [item for item in both.trace.operations if item.phase == RECOMPUTED and item.flops]
     assert again
     assert {item.launcher for item in again} == {Launcher.COMPILED}
+
+
+def rehearsed_in_4_bits(**peft: Any) -> Any:
+    pytest.importorskip("bitsandbytes")
+    training = {"mixed_precision_dtype": "none", "use_peft": True, "compile": True}
+    model = {"torch_dtype_str": "bfloat16", "model_max_length": 64}
+    settings = {"q_lora": True, "lora_r": 4, **peft}
+    return record(tiny_config(LLAMA, model=model, training=training, peft=settings, gpu=H100))
+
+
+@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_over_4_bit_weights_are_captured_and_unpack_them_again_in_backward(nested: bool) -> None:
+    found = rehearsed_in_4_bits(use_bnb_nested_quant=nested)
+    assert compiled_blocks.PLANNED in found.notes
+    layers = LLAMA["num_hidden_layers"]
+    calls = Counter((call.phase, call.name) for call in steady_step(found.trace))
+    assert calls["forward", GRAPH] == layers
+    assert calls["forward", "gemm_4bit"] == 7 * layers, "seven matrices a layer"
+    assert calls["backward", "dequantize_4bit"] == 7 * layers - 3, "the first input's gradient is not asked for"
+    assert (calls["backward", "dequantize_blockwise"] > 0) is nested
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "measured"), [("qlora-09-llama", 9546081280), ("qlora-17-llama", 2609921536)])
+def test_compiled_blocks_over_4_bit_weights_take_what_an_h200_took(name: str, measured: int) -> None:
+    """Allocated bytes (torch 2.11, bitsandbytes 0.50, 2026-11-30)."""
+    pytest.importorskip("bitsandbytes")
+    [row] = [row for row in drawn("single", 20261129) if row["name"].startswith(name)]
+    assert make_plan(record(config_of(row))).step_peak.allocated_bytes == pytest.approx(measured, rel=0.0015)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import torch.nn.functional as functional
 import torch.utils.checkpoint
 
 from framework.memory.allocator import CachingAllocator, replay
-from framework.memory.trace import Kind, Space, Trace
+from framework.memory.trace import RESTORE, Kind, Space, Trace
 from framework.run.rehearsal.fake_device import fake_device
 from framework.run.rehearsal.tracker import Tracker
 from tests.run.reference import H100
@@ -153,6 +153,23 @@ def test_checkpoints_recompute_activations() -> None:
         out.backward()
     assert Kind.ACTIVATIONS in tracker.trace.kinds[before:]
     assert Kind.TEMPORARIES in tracker.trace.kinds[before:]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_only_a_checkpoint_restores_what_was_saved(checkpointed: bool) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        tracker.note_module()
+        return (x.sin() * x.cos()).sum()
+
+    with fake_device(H100), Tracker(H100) as tracker:
+        weight = torch.empty(1 << 10, device="cuda", requires_grad=True)
+        tracker.observe("forward")
+        out = torch.utils.checkpoint.checkpoint(block, weight, use_reentrant=False) if checkpointed else block(weight)
+        tracker.observe("backward")
+        out.backward()
+    names = [call.name for call in tracker.trace.operations if call.phase == "backward"]
+    # four saved tensors are put away again and taken back; the gradient of the weight is told apart without them alone
+    assert (names.count(RESTORE), names.count("detach")) == ((9, 0) if checkpointed else (0, 1))
 
 
 def test_a_resized_storage_is_freed_and_filled_again() -> None:
