@@ -47,8 +47,8 @@ RESERVED_KNOWN = {"llama3.2_1b-2-1024-foreach-fp32": -0.035}
 """Float32 attention over grouped queries: the mathematical path, whose buffers inside torch are known in part."""
 SECONDS = 0.30
 SECONDS_KNOWN = {"gemma3_1b-2-1024-fused-amp": 0.65, "qwen2.5_0.5b-2-2048-fused-amp-fz12": 0.36}
-"""Steps that wait for the host, which was another one in each process: Gemma's needed 0.7 of the fitted times, others of
-the same call 1.8 (docs/evidence/planner.md: a process keeps its speed, and the next one has another)."""
+"""Steps that wait for the host, whose speed differed between processes: Gemma's needed 0.7 of the fitted times, others
+of the same call 1.8 (docs/evidence/planner.md: a process keeps its speed, and the next one has another)."""
 
 
 FRESH_RESERVED_KNOWN = {
