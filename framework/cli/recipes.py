@@ -129,5 +129,5 @@ def convert(
     print_text(found.recipe, end="")
     for row in found.left:
         say(str(row))
-    print_warnings(found.cautions)
+    print_warnings(found.warnings)
     say(f"{len(found.carried)} of {found.total} values of {found.tool} are carried")

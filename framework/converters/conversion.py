@@ -28,7 +28,7 @@ class Conversion:
     """Key of theirs -> our keys made of it."""
     total: int
     """Values of the file, counting lists of scalars as one."""
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """Remaining problems that `tunesmith check` finds in the recipe."""
 
 
@@ -94,13 +94,13 @@ def convert(path: Path) -> Conversion:
     tool = _tool_of(source)
     translation = Translation(source)
     tool.translate(translation)
-    cautions = settle(translation)
+    warnings = settle(translation)
     carried: dict[str, tuple[str, ...]] = {}
     for ours, entry in translation.entries.items():
         for key in entry.of:
             carried[key] = (*carried.get(key, ()), ours)
     recipe = to_recipe(translation, tool.name)
-    return Conversion(tool.name, recipe, tuple(translation.left), carried, len(source.leaves), cautions)
+    return Conversion(tool.name, recipe, tuple(translation.left), carried, len(source.leaves), warnings)
 
 
 def _tool_of(source: Source) -> Tool:

@@ -47,7 +47,7 @@ def settle(t: Translation) -> tuple[str, ...]:
         t.preset = _presets().get(str(t.entries["model.model_name"].value), "")
     _put_what_goes_together(t)
     _drop_invalid(t)
-    cautions = _drop_conflicts(t)
+    warnings = _drop_conflicts(t)
     _drop_defaults(t)
     # `500_000` and `1e-5` in quotes, as numbers.
     config = {dotted(path): value for path, value in values(_config(t))}
@@ -58,7 +58,7 @@ def settle(t: Translation) -> tuple[str, ...]:
     _name_the_rest(t)
     t.left = [_as_read(row, t.source.misread) for row in t.left]
     t.left.sort(key=lambda row: int(row.place.rpartition(":")[2]))
-    return cautions
+    return warnings
 
 
 def tree(t: Translation) -> dict[str, Any]:

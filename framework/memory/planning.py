@@ -107,7 +107,7 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
         total_parameters=footprint.total_parameters,
         trainable_parameters=footprint.trainable_parameters,
         assumptions=_assumptions(rehearsal, band, operators),
-        warnings=(*rehearsal.cautions, *_warnings(config, peak)),
+        warnings=(*rehearsal.warnings, *_warnings(config, peak)),
         host=host,
         shards=shard_dtypes(config),
     )

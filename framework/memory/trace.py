@@ -211,7 +211,7 @@ class Rehearsal:
     """Record of a rehearsed load, evaluation, steps and save.
 
     `micro_batches` of each step were rehearsed; `read_values` names the operators that needed values of tensors;
-    `notes` and `cautions` are messages of the built objects.
+    `notes` and `warnings` are messages of the built objects.
     """
 
     config: TrainingConfig
@@ -220,4 +220,4 @@ class Rehearsal:
     micro_batches: int
     read_values: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from framework.build.data.batches import MicroBatch, eval_batches
 from framework.build.data.packing import Packs
 from framework.build.data.prepare import Data
-from framework.build.data.report import QUANTILES, Account, DataReport, SplitReport, cautions, length_quantiles
+from framework.build.data.report import QUANTILES, Account, DataReport, SplitReport, length_quantiles, report_warnings
 from framework.build.data.rows import Row, Rows
 from framework.build.data.stream import Stream
 from framework.build.text.labels import IGNORED
@@ -132,9 +132,9 @@ def preview(config: TrainingConfig, split: str, count: int, whole: bool = False)
         )
     account = data.report
     if whole and data.stream is not None:
-        of_first_block, report = cautions(report).values(), _counted(data.stream)
+        of_first_block, report = report_warnings(report).values(), _counted(data.stream)
         others = (warning for warning in account.warnings if warning not in of_first_block)
-        account = replace(account, train=report, warnings=(*others, *cautions(report).values()))
+        account = replace(account, train=report, warnings=(*others, *report_warnings(report).values()))
     held = rows.rows if isinstance(rows, Packs) else rows
     shown = (show_row(index, rows[index], inputs) for index in range(min(count, len(rows))))
     return Preview(

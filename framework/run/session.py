@@ -35,7 +35,7 @@ from framework.run.oom.report import PlannedRun, Watch, explained_failures, reco
 from framework.run.oom.retry import shrunk
 from framework.run.ranks.coordinator import Coordinator, plan_of_all
 from framework.run.ranks.signals import Interrupt
-from framework.run.record.meter import SPAN, Meter, MovedElements, caution, padding_share, planned_series
+from framework.run.record.meter import SPAN, Meter, MovedElements, padding_share, planned_series, unmoved_warning
 from framework.run.record.predicted_and_measured import compare
 from framework.run.record.progress import ProgressLine
 from framework.run.record.run_folder import RunFolder
@@ -358,7 +358,7 @@ class Session:
         if self._moved_elements is not None and (self.step - self._began + 1) % SPAN == 0:
             # The share of elements that changed, with a warning if it is tiny. Not counted as step time.
             moved = self._moved_elements.measure()
-            if line := caution(moved, self.config):
+            if line := unmoved_warning(moved, self.config):
                 self.progress.say(f"{line} (step {self.step})")
             self._clock = time.perf_counter()
             values |= {"changed_share": moved.all, "changed_share_vectors": moved.vectors}

@@ -9,7 +9,7 @@ from typing import Any
 
 from framework.activity import doing, now
 from framework.build.averages import averaged
-from framework.build.data.report import cautions
+from framework.build.data.report import report_warnings
 from framework.build.data.rows import Row
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.from_python import TASKS_OWN, FromPython
@@ -170,8 +170,8 @@ def _announce(session: Session, decisions: Sequence[str]) -> None:
     say(f"schedule  {session.assembly.schedule}")
     for line in session.assembly.from_python.notes(session.config):
         say(f"warning   {line}")
-    for caution in session.assembly.adapter.cautions if session.assembly.adapter else ():
-        say(f"warning   {caution}")
+    for warning in session.assembly.adapter.warnings if session.assembly.adapter else ():
+        say(f"warning   {warning}")
     for line in table(session.readings):
         say(line)
     if session.step >= session.total:
@@ -183,8 +183,10 @@ def _finish(session: Session) -> RunResult:
     prevent the export, and neither prevents the checkpoint."""
     if isinstance(session.batches, StreamedBatches):
         report = session.batches.progress.account.report
-        for line in (str(report), *(f"warning   {text}" for text in cautions(report).values())) if report else ():
-            session.progress.say(line)
+        if report:
+            session.progress.say(str(report))
+            for warning in report_warnings(report).values():
+                session.progress.say(f"warning   {warning}")
     try:
         _evaluate_last(session)
     except BaseException:

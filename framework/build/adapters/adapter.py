@@ -65,9 +65,9 @@ class Adapter:
     """Modules whose adapter is initialized with the quantization error."""
 
     @property
-    def cautions(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """Notes for the user before training."""
-        return self.targets.cautions
+        return self.targets.warnings
 
 
 def attach_adapter(
@@ -84,7 +84,7 @@ def attach_adapter(
     targets = Targets(()) if is_prompt else find_targets(params, model)
     if not is_prompt:
         _check_saved_modules(params, model)
-        targets = replace(targets, cautions=(*targets.cautions, *_untied(params, model, targets)))
+        targets = replace(targets, warnings=(*targets.warnings, *_untied(params, model, targets)))
     _refuse_whole(params, model, targets)
     _refuse_transposed(params, model, targets)
     _refuse_moved_ties(params, model, targets)
@@ -106,7 +106,7 @@ def attach_adapter(
             [Problem(key, f"peft cannot attach {params.peft_method} there: {one_line(error)}")]
         ) from None
     if was_shared and params.peft_method not in NEVER_TIE:  # `_untied` reports it
-        targets = replace(targets, cautions=(*targets.cautions, *_apart(model)))
+        targets = replace(targets, warnings=(*targets.warnings, *_apart(model)))
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
             whole = torch.float32 if masters else model.dtype  # peft's own layers cast what they are given

@@ -27,7 +27,7 @@ class Targets:
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...] = ()
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -177,9 +177,9 @@ def _written_targets(params: PeftParams, model: PreTrainedModel) -> Targets:
     missing = [target for target, names in found.items() if not names and target not in renamed]
     if len(missing) == len(found):
         raise RequestError([_no_match(f"{KEY}[{list(found).index(target)}]", target, model) for target in missing])
-    cautions = [_partial(_no_match(KEY, target, model)) for target in missing]
+    warnings = [_partial(_no_match(KEY, target, model)) for target in missing]
     names = [name for target, hits in found.items() for name in hits or _named(renamed.get(target, ""), experts)]
-    return _split(params, model, names, cautions)
+    return _split(params, model, names, warnings)
 
 
 def modules_within(model: nn.Module, named: Sequence[str]) -> set[str]:
@@ -227,27 +227,27 @@ def _all_linear(params: PeftParams, model: PreTrainedModel) -> Targets:
     adapter supports them."""
     experts, whole = stacked_experts(model), modules_within(model, params.lora_modules_to_save)
     linear = [name for name in linear_modules(model) if name not in whole]
-    modules, cautions = _without_clashes(params, model, linear)
+    modules, warnings = _without_clashes(params, model, linear)
     if experts and (reason := _unreachable(params)):
-        cautions.append(f"{KEY}: the experts are not adapted: {reason}")
+        warnings.append(f"{KEY}: the experts are not adapted: {reason}")
         experts = []
-    return Targets(tuple(modules), tuple(experts), tuple(cautions))
+    return Targets(tuple(modules), tuple(experts), tuple(warnings))
 
 
-def _split(params: PeftParams, model: PreTrainedModel, names: list[str], cautions: list[str]) -> Targets:
+def _split(params: PeftParams, model: PreTrainedModel, names: list[str], warnings: list[str]) -> Targets:
     experts = set(stacked_experts(model))
     parameters = tuple(dict.fromkeys(name for name in names if name in experts))
     if parameters and (reason := _unreachable(params)):
         raise RequestError([Problem(KEY, f"{parameters[0]} cannot be adapted: {reason}")])
     kept, clashes = _without_clashes(params, model, [name for name in names if name not in experts])
-    modules, cautions = tuple(dict.fromkeys(kept)), [*cautions, *clashes]
+    modules, warnings = tuple(dict.fromkeys(kept)), [*warnings, *clashes]
     if not modules or parameters or not experts:
-        return Targets(modules, parameters, tuple(cautions))
+        return Targets(modules, parameters, tuple(warnings))
     suffixes = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in experts})
     reason = _unreachable(params)  # else a written list leaves them out
     how = f"{reason}, then " if reason else ""
-    caution = f"{KEY}: experts are at 0 %; {how}[{ALL_LINEAR}] or {', '.join(suffixes)} adapt them"
-    return Targets(modules, parameters, (*cautions, caution))
+    warning = f"{KEY}: experts are at 0 %; {how}[{ALL_LINEAR}] or {', '.join(suffixes)} adapt them"
+    return Targets(modules, parameters, (*warnings, warning))
 
 
 def _without_clashes(params: PeftParams, model: PreTrainedModel, names: list[str]) -> tuple[list[str], list[str]]:
@@ -261,8 +261,8 @@ def _without_clashes(params: PeftParams, model: PreTrainedModel, names: list[str
         return names, []
     kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in clashing}))
     layers = counted(len(clashing), "layer outside the experts is", "layers outside the experts are")
-    caution = f"{KEY}: {layers} not adapted: peft takes {kinds} for experts' names"
-    return [name for name in names if name not in clashing], [caution]
+    warning = f"{KEY}: {layers} not adapted: peft takes {kinds} for experts' names"
+    return [name for name in names if name not in clashing], [warning]
 
 
 def _unreachable(params: PeftParams) -> str | None:

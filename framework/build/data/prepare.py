@@ -17,9 +17,9 @@ from framework.build.data.report import (
     DataReport,
     Drawn,
     SplitReport,
-    cautions,
     loss_message,
     merged_names,
+    report_warnings,
 )
 from framework.build.data.row_cache import Fitted, RowCache
 from framework.build.data.rows import Rows, row_progress
@@ -120,7 +120,7 @@ def _fit(
     train, train_report, kept = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts, console)
     held_out, eval_report, eval_kept = _fit_held_out(splits, encoding, policy, config)
     train_report = replace(train_report, unread=splits.unread[0])
-    warnings = (*warnings, *_cautions(train_report, eval_report))
+    warnings = (*warnings, *_warnings_of(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     notes = _padding_note(tokenizer)
     form = str(splits.sources[0].form)
@@ -158,7 +158,7 @@ def _prepare_stream(
     train, train_report = block.rows, replace(block.report, stream=head)
     fitted, eval_report, kept = _fit_held_out(splits, encoding, policy, config)
     held_out, eval_report, sets = _arrange_held_out(fitted, eval_report, config, kept)
-    warnings = (*warnings, *_cautions(train_report, eval_report))
+    warnings = (*warnings, *_warnings_of(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     report = DataReport(descriptions, train_report, eval_report, _padding_note(tokenizer), warnings)
     return Data(train, held_out, report, splits.sources[0].form, encoding.targets, stream, sets)
@@ -195,8 +195,8 @@ def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
     )
 
 
-def _cautions(*reports: SplitReport | None) -> list[str]:
-    return [caution for report in reports if report is not None for caution in cautions(report).values()]
+def _warnings_of(*reports: SplitReport | None) -> list[str]:
+    return [warning for report in reports if report is not None for warning in report_warnings(report).values()]
 
 
 def _padding_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

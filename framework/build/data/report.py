@@ -172,7 +172,7 @@ class Account:
 
     def news(self) -> list[str]:
         """Warnings of kinds not given yet; those of the first block are given before the run."""
-        found = cautions(self.report) if self.report is not None else {}
+        found = report_warnings(self.report) if self.report is not None else {}
         new = [text for kind, text in found.items() if kind not in self._warned and self._blocks != 1]
         self._warned.update(found)
         return new
@@ -206,7 +206,7 @@ def merged_names(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list
     return {path: list(names) for path, names in merged.items()}
 
 
-def cautions(report: SplitReport) -> dict[str, str]:
+def report_warnings(report: SplitReport) -> dict[str, str]:
     """Warnings by kind, each with the key of its rows: rows left out, tokens lost to the limit, and possible
     mistakes."""
     name, read = report.name, max(report.read, 1)
@@ -223,7 +223,7 @@ def cautions(report: SplitReport) -> dict[str, str]:
         if (count := report.remarks.get(remark, 0)) and count >= remark.least_share * read:
             share = f"{count:,} of {counted(report.read, 'row')} of {name} ({_percent(count, read)})"
             found[remark] = f"{share} have {remark}"
-    return {kind: f"data.{name}: {caution}" for kind, caution in found.items()}
+    return {kind: f"data.{name}: {warning}" for kind, warning in found.items()}
 
 
 def loss_message(report: SplitReport) -> str:

@@ -74,7 +74,7 @@ def _log_of_transformers() -> Iterator[dict[str, None]]:
 
 
 def _inspect(config: TrainingConfig) -> Findings:
-    problems, cautions = list[Problem](), list[Problem]()
+    problems, warnings = list[Problem](), list[Problem]()
 
     def attempt(action: Callable[[], T]) -> T | None:
         try:
@@ -87,14 +87,14 @@ def _inspect(config: TrainingConfig) -> Findings:
     if settled is not None:
         config, architecture = settled
         place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
-        cautions.extend(attempt(lambda: [*check_all_weights(config, architecture, in_folders=True)]) or ())
+        warnings.extend(attempt(lambda: [*check_all_weights(config, architecture, in_folders=True)]) or ())
         assembly = attempt(lambda: assemble(config, architecture, place, total_steps=1))
         if assembly is not None:
             attempt(lambda: _refuse_for_ranks(config, assembly))
             if not problems and _shows_in_forward(config):
                 attempt(lambda: plan_in_subprocess(config))
         if assembly is not None and assembly.adapter is not None:
-            cautions.extend(_about(caution, "peft") for caution in assembly.adapter.cautions)
+            warnings.extend(_about(warning, "peft") for warning in assembly.adapter.warnings)
         if config.data.train:
             tokenizer = attempt(lambda: read_tokenizer(config, architecture))
             if tokenizer is not None:
@@ -103,9 +103,9 @@ def _inspect(config: TrainingConfig) -> Findings:
                 inputs = Inputs(config, architecture, tokenizer, data)
                 attempt(lambda: _refuse_for_rows(inputs))
     is_here = config.gpu.name in ("cpu", detect())
-    (problems if is_here else cautions).extend(unusable_folders(config))
+    (problems if is_here else warnings).extend(unusable_folders(config))
     if data is None:
-        return Findings(tuple(dict.fromkeys(problems)), tuple(cautions), "no rows")
+        return Findings(tuple(dict.fromkeys(problems)), tuple(warnings), "no rows")
     read = data.report.train.read
     rows = (
         f"the first {counted(read, 'row')} of a stream"
@@ -114,8 +114,8 @@ def _inspect(config: TrainingConfig) -> Findings:
     )
     unread = dict.fromkeys(name for names in data.report.train.unread.values() for name in names)
     notes = [*data.report.warnings, *([f"not read: {', '.join(unread)}"] if unread else [])]
-    warnings = (_about(caution, "data.train") for caution in notes)
-    return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
+    warnings += [_about(note, "data.train") for note in notes]
+    return Findings(tuple(dict.fromkeys(problems)), tuple(warnings), rows)
 
 
 def _refuse_for_rows(inputs: Inputs) -> None:
@@ -146,7 +146,7 @@ def _shows_in_forward(config: TrainingConfig) -> bool:
     return policy or model.sdpa_backend is not None or model.attn_implementation == Attention.RING_ATTENTION
 
 
-def _about(caution: str, section: str) -> Problem:
+def _about(warning: str, section: str) -> Problem:
     """Turn a warning into a Problem; most begin with their key."""
-    key, _, message = caution.partition(": ")
-    return Problem(key, message) if key in every_key() else Problem(section, caution)
+    key, _, message = warning.partition(": ")
+    return Problem(key, message) if key in every_key() else Problem(section, warning)

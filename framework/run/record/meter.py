@@ -156,7 +156,7 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float | None:
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else None
 
 
-def caution(moved: Moved, config: TrainingConfig) -> str | None:
+def unmoved_warning(moved: Moved, config: TrainingConfig) -> str | None:
     """Warning about weights that hardly change. Kahan compensation changes before its weight does."""
     if (moved.all >= TINY and moved.vectors != 0) or facts_of(config.training.optimizer).keeps_small_updates:
         return None

@@ -104,14 +104,14 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
         raise RequestError([Problem("model.attn_implementation", message, expected="sdpa, or leave it unset")])
     micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
-    cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
+    warnings = assembly.adapter.warnings if assembly.adapter is not None else ()
     planned = blocks.notes if blocks is not None else ()
     covered = describe_adapter(assembly) if is_adapted else ()
     split = tuple(map(str, filter(None, (assembly.tensor, assembly.sharding))))
     notes = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *describe_answers(config, architecture))
     notes += (*describe_frozen_model(config, assembly.frozen_model), *describe_routers(config, architecture))
     notes += describe_float16(config, architecture.get_text_config().to_dict())
-    return Rehearsal(config, trace, footprint, micro_batches, read_values, notes, cautions)
+    return Rehearsal(config, trace, footprint, micro_batches, read_values, notes, warnings)
 
 
 def rehearsed_ranks(config: TrainingConfig) -> Ranks:

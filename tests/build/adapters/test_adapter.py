@@ -97,9 +97,9 @@ def test_gpt2_has_no_q_proj():
 
 def test_a_missing_name_among_others_is_a_warning():
     assembly = tiny_assembly(adapted(lora_target_modules=["q_proj", "v_porj"]))
-    [caution] = assembly.adapter.cautions
-    assert "'v_porj' names no module" in caution
-    assert caution.endswith("did you mean v_proj?")
+    [warning] = assembly.adapter.warnings
+    assert "'v_porj' names no module" in warning
+    assert warning.endswith("did you mean v_proj?")
     assert coverage(assembly.model)["attention"] < 1
 
 
@@ -147,7 +147,7 @@ def test_what_matches_nothing_is_refused(targets):
 def test_all_linear_reaches_the_experts(architecture):
     assembly = tiny_assembly(adapted(architecture=architecture))
     assert coverage(assembly.model) == {"attention": 1, "experts": 1, "head": 0}
-    assert not assembly.adapter.cautions
+    assert not assembly.adapter.warnings
     losses = steps(assembly, 4)
     assert losses[-1] < losses[0]
 
@@ -180,7 +180,7 @@ def test_the_plan_of_adapted_experts_is_what_is_built(architecture, width):
 def test_experts_left_out_are_reported_with_the_setting_that_reaches_them(peft, message):
     rehearsal = record(adapted(**peft, architecture=MOE))
     assert "experts 0%" in rehearsal.notes[0]
-    assert message in " ".join(rehearsal.cautions)
+    assert message in " ".join(rehearsal.warnings)
     assembly = tiny_assembly(adapted(**peft, architecture=MOE))
     verify(assembly)
     assert math.isfinite(steps(assembly)[-1])
@@ -260,7 +260,7 @@ def test_an_embedding_trained_without_its_tied_head_is_reported(name, is_shared)
     model = assembly.adapter.model.get_base_model()
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == is_shared
     message = "lm_head in peft.lora_modules_to_save trains them as one"
-    assert any(message in caution for caution in assembly.adapter.cautions) != is_shared
+    assert any(message in warning for warning in assembly.adapter.warnings) != is_shared
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_trained_head_of_tied_embeddings(mode, method, modules, tmp_path):
     causal = assembly.adapter.model.get_base_model()
     tied = causal.get_input_embeddings().weight is causal.get_output_embeddings().weight
     assert tied is (method == "lora")
-    assert tied or "separate weights" in " ".join(assembly.adapter.cautions)
+    assert tied or "separate weights" in " ".join(assembly.adapter.warnings)
     export(assembly, TOKENIZER, tmp_path / "final")
     if mode == "merged":
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")

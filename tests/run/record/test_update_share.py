@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from framework.run import trainer
-from framework.run.record.meter import SPAN, Moved, MovedElements, caution
+from framework.run.record.meter import SPAN, Moved, MovedElements, unmoved_warning
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.precision import NORM_RATE
 from tests.tiny import LLAMA
@@ -90,6 +90,6 @@ def test_a_share_is_of_elements_not_of_tensors():
 
 def test_a_stalled_run_in_float32_is_reported_with_its_learning_rate():
     config = TrainingConfig(training={"learning_rate": 1e-12})
-    assert "only 0.0% of the trained elements changed" in caution(Moved(0.0, None), config)
-    assert "1e-12" in caution(Moved(0.0, None), config)
-    assert caution(Moved(1.0, None), config) is None
+    assert "only 0.0% of the trained elements changed" in unmoved_warning(Moved(0.0, None), config)
+    assert "1e-12" in unmoved_warning(Moved(0.0, None), config)
+    assert unmoved_warning(Moved(1.0, None), config) is None
