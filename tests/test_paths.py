@@ -156,7 +156,7 @@ def test_a_file_that_becomes_a_fifo_before_it_is_written(tmp_path):
     "name", ["metrics.jsonl", ".lock", "config.yaml", "oom.txt", "checkpoints/step-00000002/x", "final/x"]
 )
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_run_folder_is_gone_on_with_and_replaced_where_its_files_are_regular(tmp_path, name, resume):
+def test_a_run_folder_is_resumed_and_replaced_if_its_files_are_regular(tmp_path, name, resume):
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
     (tmp_path / "environment.json").write_text('{"packages": {}}')
     fifo(str(tmp_path / name))

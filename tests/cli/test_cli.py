@@ -225,7 +225,7 @@ def test_debug_adds_the_traceback(capsys, write, monkeypatch):
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-2]
 
 
-def test_the_module_is_the_command_and_no_color_is_honoured(write):
+def test_the_module_is_the_command_and_no_color_is_honored(write):
     write("training: {sed: 1}\n")
     command = [sys.executable, "-m", "framework", "check", "r.yaml", "--quick"]
     env = {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "FORCE_COLOR": "1", "PATH": "/usr/bin:/bin"}

@@ -53,7 +53,7 @@ def _try(name, arguments, write, capsys):
     ],
 )
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_an_unset_precision_is_printed_as_what_it_stands_for(arguments, dtype, autocast, key, write, capsys):
+def test_an_unset_precision_is_printed_as_its_default(arguments, dtype, autocast, key, write, capsys):
     """As transformers 5 and 4 write the dtype that a checkpoint is stored in."""
     written = write(f"model: {{architecture: {{model_type: llama, {key}: bfloat16}}}}")
     assert not main(["show", str(written), *arguments, "--resolve"])

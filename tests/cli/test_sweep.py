@@ -125,7 +125,7 @@ def test_all_that_is_wrong_is_reported_before_anything_is_begun(command):
     assert not Path("swept").exists()
 
 
-def test_a_folder_that_is_taken_is_refused_gone_on_from_or_replaced(command):
+def test_a_folder_that_is_taken_is_refused_resumed_or_replaced(command):
     assert command("training.seed=1,12")[0] == 2
     code, _, err = command("training.seed=1,2")
     assert code == 2

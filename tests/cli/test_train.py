@@ -67,7 +67,7 @@ def test_a_dry_run_writes_nothing(recipe):
     assert not Path("run").exists()
 
 
-def test_check_goes_on_to_tokenizer_model_and_rows(recipe, capsys):
+def test_check_continues_with_tokenizer_model_and_rows(recipe, capsys):
     assert main(["check", str(recipe)]) == 0
     assert "tokenizer, model and all 64 training rows" in capsys.readouterr().out
     assert main(["check", str(recipe), "data.streaming=true", "data.shuffle_buffer=8"]) == 0

@@ -207,7 +207,7 @@ def test_wrong_defaults(write, defaults, word):
         ("defaults: [{gpu: h100_80gb}]\ngpu: {count: 2}\n", ["gpu.name=h100_80gb"]),
     ],
 )
-def test_the_name_of_a_card_stands_for_its_facts(write, recipe, overrides):
+def test_the_name_of_a_card_means_its_facts(write, recipe, overrides):
     expected = load(write("gpu: {count: 2}\n"), ["gpu=h100_80gb"]).gpu
     assert expected.usable_bytes
     assert load(write(recipe), overrides).gpu == expected

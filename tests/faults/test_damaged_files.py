@@ -28,7 +28,7 @@ def spoil(folder, dice):
 
 
 @pytest.mark.parametrize("number", throws(2, 600, "damaged runs"))
-def test_a_run_with_a_damaged_file_goes_on_as_it_was_or_not_at_all(whole, tmp_path, number):
+def test_a_run_with_a_damaged_file_resumes_as_it_was_or_not_at_all(whole, tmp_path, number):
     """Damage that a resume survives, such as a space more in its config, leaves the weights bit for bit."""
     dice = random.Random(number)
     run = shutil.copytree(whole.folder, tmp_path / "run")

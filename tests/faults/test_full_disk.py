@@ -55,7 +55,7 @@ def needed(whole):
 
 
 @pytest.mark.parametrize(("eighths", "is_async"), count([(3, True), (6, False)], [*product(range(9), [False, True])]))
-def test_with_too_little_room(disk, whole, needed, eighths, is_async):
+def test_with_too_little_space(disk, whole, needed, eighths, is_async):
     """Room in eighths of what the run needs."""
     disk.is_of(needed * eighths // 8 + MARGIN)
     folder, ended = disk.at / "run", None

@@ -86,7 +86,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "dora"])
-def test_shards_go_on_from_a_saved_adapter(ran, method):
+def test_shards_resume_from_a_saved_adapter(ran, method):
     folder, found = ran
     saved = load_file(folder / f"saved-{method}" / "adapter_model.safetensors")
     start = {name.replace(".default", ""): item for name, item in torch.load(folder / f"saved-{method}.pt").items()}

@@ -82,7 +82,7 @@ def test_stopped_and_resumed_it_is_the_same_run(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_rows_that_were_edited_are_not_gone_on_with(rows: Path, tmp_path: Path) -> None:
+def test_edited_rows_are_not_resumed_with(rows: Path, tmp_path: Path) -> None:
     own = tmp_path / "rows.jsonl"
     own.write_text(rows.read_text())
     train(config(own, tmp_path / "run", max_steps=2))

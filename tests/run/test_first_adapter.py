@@ -176,7 +176,7 @@ def recipe(folder, tmp_path, monkeypatch):
     return Path("on.yaml")
 
 
-def test_a_run_goes_on_from_another_and_its_own_result_needs_no_first_adapter(recipe):
+def test_a_run_continues_another_and_its_own_result_needs_no_first_adapter(recipe):
     train(load(recipe))
     first, last = (load_file(Path(run, "final", "adapter_model.safetensors")) for run in ("sft", "on"))
     assert first.keys() == last.keys()

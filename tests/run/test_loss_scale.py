@@ -83,7 +83,7 @@ def test_a_loss_that_is_not_finite_stops_at_once():
         train_step(assembly, [unequal_rows()], 1)
 
 
-def test_the_scaler_goes_on_bit_for_bit(tmp_path):
+def test_the_scaler_resumes_bit_for_bit(tmp_path):
     """Scale, growth and skipped steps are in the checkpoint; the scale grows right where it would have."""
 
     def run(assembly, first, last):

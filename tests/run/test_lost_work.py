@@ -88,7 +88,7 @@ def test_the_checkpoint_stays_though_the_export_is_not_written(corpus, straight,
     assert [json.loads(line)["step"] for line in again if "eval_loss" in line] == [0, 12]
 
 
-def test_checkpoints_go_elsewhere_and_the_run_goes_on_from_there(corpus, straight, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_checkpoints_go_to_the_fallback_and_the_run_resumes_from_there(corpus, straight, tmp_path, monkeypatch, capsys):  # noqa: F811
     elsewhere = {"save_steps": 5, "fallback_dir": str(tmp_path / "other")}
     run = config(corpus, tmp_path / "run", training=elsewhere)
     with monkeypatch.context() as patched:
@@ -200,7 +200,7 @@ def test_a_run_that_came_first_since_the_check_is_not_mixed_with(corpus, tmp_pat
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_copied_run_goes_on_in_the_copy(corpus, tmp_path, capsys):  # noqa: F811
+def test_a_copied_run_resumes_in_the_copy(corpus, tmp_path, capsys):  # noqa: F811
     first, second = tmp_path / "a", tmp_path / "b"
     train(config(corpus, first, training={"max_steps": 2}))
     shutil.copytree(first, second)

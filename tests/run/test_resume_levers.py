@@ -72,7 +72,7 @@ def full(corpus, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.parametrize(("key", "value"), first(4, SETTINGS), ids=lambda value: str(value))
-def test_a_run_goes_on_with_another_exact_lever(full, tmp_path, key, value):
+def test_a_run_resumes_with_another_exact_lever(full, tmp_path, key, value):
     run, losses, kept = full
     changed = with_key(run, key, value)
     if key == "training.per_device_train_batch_size":

@@ -266,7 +266,7 @@ def test_rows_from_python_train_and_are_asked_for_again(corpus, tmp_path):
     assert max(metrics(tmp_path / "given")) == 5
 
 
-def test_the_config_of_a_run_that_goes_on_is_what_it_trains_and_earlier_ones_stay(corpus, tmp_path):
+def test_the_config_of_a_run_that_resumes_is_what_it_trains_and_earlier_ones_stay(corpus, tmp_path):
     def run(steps, **training):
         return config(corpus, tmp_path / "run", training={"max_steps": steps, **training})
 
@@ -294,7 +294,7 @@ STREAM = {"streaming": True, "shuffle_buffer": 16, "eval_fraction": 0.0}
 
 
 @pytest.mark.parametrize("workers", [0, slow(1)])
-def test_a_stream_goes_on_where_it_stood(corpus, tmp_path, workers):
+def test_a_stream_resumes_where_it_stopped(corpus, tmp_path, workers):
     def run(name, steps):
         training = {"max_steps": steps, "lr_scheduler_type": "constant"}
         return config(corpus, tmp_path / name, data={**STREAM, "workers": workers}, training=training)

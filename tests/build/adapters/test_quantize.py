@@ -69,7 +69,7 @@ def test_the_plan_holds_what_is_built(architecture, peft, kind):
 
 
 @pytest.mark.parametrize("method", first(2, ["loftq", "prompt", "dora", "rslora", "vera", "ia3", "prefix"]))
-def test_other_kinds_of_adapter_on_a_quantised_base(method):
+def test_other_kinds_of_adapter_on_a_quantized_base(method):
     assembly = tiny_assembly(quantized(method=method))
     verify(assembly)
     losses = steps(assembly, 4)
@@ -122,7 +122,7 @@ def test_pretrained_weights_are_packed_as_they_load(pretrained, peft, kind, meth
 
 
 @pytest.mark.parametrize(("peft", "kind", "method"), first(4, thinned(KINDS, ["loftq", "lora"])))
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(method, peft, kind, tmp_path):
+def test_a_resumed_run_resumes_as_if_it_had_not_stopped(method, peft, kind, tmp_path):
     config = quantized(method=method, **peft)
     expected = steps(tiny_assembly(config), 4)
     first = tiny_assembly(config)

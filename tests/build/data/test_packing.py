@@ -71,7 +71,7 @@ def packed(*lengths: int, limit: int = LIMIT) -> tuple[Rows, MicroBatch]:
 
 
 class TestBestFit:
-    def test_each_row_goes_where_it_leaves_least_room(self) -> None:
+    def test_each_row_goes_where_it_leaves_least_space(self) -> None:
         """9 and 7 open packs; 3 fits both and goes to the fuller; 1 closes the first; 2 goes to the second."""
         assert best_fit(np.array([9, 7, 3, 1, 2]), range(5), 10) == [[0, 3], [1, 2], [4]]
 
@@ -274,7 +274,7 @@ class TestGrouping:
         )
         assert [whole.rows_of(step) for step in range(9)] == [parts.rows_of(step) for step in range(9)]
 
-    def test_it_goes_on_in_the_middle_of_an_epoch(self) -> None:
+    def test_it_resumes_in_the_middle_of_an_epoch(self) -> None:
         rows = join_rows(encoded(*self.LENGTHS[:50].tolist()))
         batches = GlobalBatches(rows, Batch(2, 2, 1), seed=3, pad_token_id=0, by_length=True)
         straight, resumed = list(islice(batches.start(0), 20)), list(islice(batches.start(9), 11))

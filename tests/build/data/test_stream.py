@@ -172,7 +172,7 @@ class TestOrder:
 class TestResuming:
     @pytest.mark.parametrize("workers", [0, 1])
     @pytest.mark.parametrize("packing", [False, True])
-    def test_any_step_goes_on_bitwise(
+    def test_any_step_resumes_bitwise(
         self, workers: int, packing: bool, path: str, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         data = prepared(config(path, packing=packing), tokenizer)

@@ -88,7 +88,7 @@ def test_other_families_are_the_same(lever: dict[str, Any], architecture: dict[s
 @pytest.mark.parametrize(
     "lever", [LEVERS["every"], slow(LEVERS["matmuls"]), slow(LEVERS["reentrant"])], ids=["2", "mm", "re"]
 )
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(lever: dict[str, Any], tmp_path: Any) -> None:
+def test_a_resumed_run_resumes_as_if_it_had_not_stopped(lever: dict[str, Any], tmp_path: Any) -> None:
     straight = trained(tiny_assembly(config(lever)), 4)
     first = tiny_assembly(config(lever))
     trained(first, 2)

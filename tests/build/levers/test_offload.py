@@ -65,7 +65,7 @@ def test_other_families_are_the_same(architecture: dict[str, Any]) -> None:
     )
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Any) -> None:
+def test_a_resumed_run_resumes_as_if_it_had_not_stopped(tmp_path: Any) -> None:
     straight = trained(tiny_assembly(config(OFF)), 4)
     first = tiny_assembly(config(OFF))
     trained(first, 2)

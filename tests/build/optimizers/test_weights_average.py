@@ -94,7 +94,7 @@ def test_on_the_host_it_is_what_it_is_on_the_card(dtype):
 
 
 @pytest.mark.parametrize("export", [True, False])
-def test_evaluation_and_export_have_it_when_asked_and_training_goes_on_from_its_own_weights(export):
+def test_evaluation_and_export_use_it_if_requested_and_training_continues_from_its_own_weights(export):
     assembly = assembled(export_ema=export)
     expected = stepped(assembly, 3)
     trained = {name: item.detach().clone() for name, item in assembly.model.named_parameters()}
@@ -111,7 +111,7 @@ def test_evaluation_and_export_have_it_when_asked_and_training_goes_on_from_its_
 
 
 @pytest.mark.parametrize("peft", [None, {"lora_target_modules": ["q_proj"]}])
-def test_a_resumed_run_goes_on_with_it(peft, tmp_path):
+def test_a_resumed_run_resumes_with_it(peft, tmp_path):
     straight = assembled(peft=peft)
     stepped(straight, 4)
     first = assembled(peft=peft)

@@ -233,7 +233,7 @@ def test_loading_takes_a_unit_and_the_layer_that_is_packed_or_the_unit_before_it
     assert drawn.allocated_bytes - read.allocated_bytes == pytest.approx(block - layer, rel=0.02)
 
 
-def test_a_resumed_run_goes_on_and_so_does_one_process(found):
+def test_a_resumed_run_resumes_and_so_does_one_process(found):
     folder, ranks = found
     assert ranks[0]["resumed"] == ranks[0]["straight"]
     one = tiny_assembly(case("mixed", 1, folder))

@@ -492,7 +492,7 @@ class TestSlices:
         (absolute,) = instruction.to_absolute({"train": 11})
         assert texts(path, split=f"train{spec}") == [str(row) for row in range(absolute.from_, absolute.to)]
 
-    def test_go_on_over_files(self, tmp_path: Path) -> None:
+    def test_resume_over_files(self, tmp_path: Path) -> None:
         for name in "ab":
             (tmp_path / f"{name}.txt").write_text("".join(f"{name}{row}\n" for row in range(3)))
         rows = read(str(tmp_path), split="train[2:4]")

@@ -25,7 +25,7 @@ def test_numbers_of_one_size_have_an_order_that_is_not_the_sets() -> None:
     assert find_classes(texts([longest, "\u0663", "10", "2"]), None).names == ("2", "\u0663", "10", longest)
 
 
-def test_a_number_stands_for_a_class_by_its_place_unless_classes_are_numbers() -> None:
+def test_a_number_is_the_index_of_a_class_unless_classes_are_numbers() -> None:
     named = find_classes([], ["no", "yes"])
     assert [int(named.of(label)[0]) for label in ("yes", 0, 1, 1.0)] == [1, 0, 1, 1]
     numbered = find_classes(texts([1, 2, 3]), None)
@@ -126,7 +126,7 @@ def test_values_that_float32_holds_well_enough_are_not_reported() -> None:
     assert coarse_values([]) == []
 
 
-def test_the_warning_reaches_whoever_reads_the_rows(
+def test_the_warning_reaches_the_reader_of_the_rows(
     tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast]
 ) -> None:
     rows = [{"text": f"the fox {step}", "label": 2e9 + step} for step in range(40)]

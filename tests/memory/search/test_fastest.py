@@ -117,7 +117,7 @@ def short_of(room: int) -> Shortage:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("room", "usable"), thinned([1000, 1100, 1600, 2500], [2600, 2800, 3000, 3500, 6000]))
-def test_what_the_host_has_no_room_for_is_left_out(usable: int, room: int) -> None:
+def test_what_exceeds_the_host_memory_is_left_out(usable: int, room: int) -> None:
     """Room for nothing, for activations of few rows, for those of more, for states as well."""
     space, measure = space_on(usable, FREE | {STATES}, OFF_THE_CARD), Arithmetic()
     space = replace(space, shortage=short_of(room))

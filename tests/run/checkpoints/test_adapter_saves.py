@@ -42,7 +42,7 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize(("method", "architecture"), thinned(METHODS, {"llama": LLAMA, "gpt2": GPT2}))
-def test_an_adapter_alone_goes_on_the_original_base(method, architecture, tmp_path):
+def test_an_adapter_by_itself_fits_the_original_base(method, architecture, tmp_path):
     if method in ("olora", "oft") and architecture is GPT2:
         pytest.skip("refused: see test_olora_on_conv1d_is_refused, test_what_oft_cannot_be_on_is_refused")
     assembly, expected, base = trained(adapted(method, architecture))
@@ -142,7 +142,7 @@ def test_modules_trained_whole_of_any_size(method, modules, mode, tmp_path):
 
 
 @pytest.mark.parametrize("method", UNLIKE)
-def test_a_resumed_adapter_goes_on_as_if_it_had_not_stopped(method, tmp_path):
+def test_a_resumed_adapter_resumes_as_if_it_had_not_stopped(method, tmp_path):
     config = adapted(method, lora_plus_lr_ratio=4 if method == "lora" else None)
     straight = tiny_assembly(config)
     expected = steps(straight, 4)

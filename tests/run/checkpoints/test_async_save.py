@@ -168,7 +168,7 @@ def test_saves_that_come_faster_than_they_are_written_wait_for_each_other(corpus
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-00000005", "step-00000006"}
 
 
-def test_an_interrupted_run_has_written_what_it_began_and_goes_on_exactly(
+def test_an_interrupted_run_has_written_what_it_began_and_resumes_exactly(
     corpus,  # noqa: F811
     straight,
     tmp_path,
@@ -261,7 +261,7 @@ train(config(Path(sys.argv[1]), Path(sys.argv[2]), training={"async_save": True,
 """
 
 
-def test_killed_while_the_writer_works_the_run_goes_on_from_the_last_complete_checkpoint(
+def test_killed_while_the_writer_works_the_run_resumes_from_the_last_complete_checkpoint(
     corpus,  # noqa: F811
     straight,
     tmp_path,

@@ -51,7 +51,7 @@ MODELS = [
     ("architecture", "sections", "optimizer"),
     thinned(MODELS, ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"]),
 )
-def test_training_goes_on_bit_for_bit(tmp_path, optimizer, architecture, sections):
+def test_training_resumes_bit_for_bit(tmp_path, optimizer, architecture, sections):
     """Weights, optimizer states and random states come back exactly."""
     training = {"optimizer": optimizer, **sections.get("training", {})}
     config = tiny_config(architecture, **{**sections, "training": training})
@@ -81,7 +81,7 @@ PLACES = {
         *chosen(("adamw_torch", "adamw_torch_fused"), thinned(ON_CPU, PLACES)),
     ],
 )
-def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, more):
+def test_every_optimizer_resumes_bit_for_bit(tmp_path, optimizer, more):
     """For states that are codes, averages, projections, random, or in another memory."""
     if more and ("torchao" in optimizer or ("8bit" in optimizer and "optimizer_offload" in more)):
         pytest.skip("refused")
@@ -118,7 +118,7 @@ def unpaged(monkeypatch):
         {"plain": {}, "in backward": PLACES["in backward"]},
     ),
 )
-def test_an_adamw_of_full_states_goes_on_with_those_of_another(tmp_path, one, other, dtype, more):
+def test_an_adamw_of_full_states_resumes_with_those_of_another(tmp_path, one, other, dtype, more):
     """The moments and the count of steps are the same numbers, of torch in the dtype of the weights."""
     precision = {"torch_dtype_str": dtype}
     configs = [tiny_config(LLAMA, training=training(name, **more), model=precision) for name in (one, other)]

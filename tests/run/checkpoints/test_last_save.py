@@ -80,7 +80,7 @@ def test_it_is_done_before_what_changes_the_weights(corpus, tmp_path, order, tra
 
 
 @pytest.mark.parametrize("room", ["memory", "disk"])
-def test_it_is_done_first_where_there_is_little_room(corpus, tmp_path, order, monkeypatch, room):  # noqa: F811
+def test_it_is_done_first_if_memory_is_short(corpus, tmp_path, order, monkeypatch, room):  # noqa: F811
     if room == "memory":
         monkeypatch.setattr(saver, "available_host_bytes", lambda: 1000)
     else:

@@ -77,7 +77,7 @@ def test_the_first_optimizer_step_is_named(corpus, tmp_path, monkeypatch):  # no
     assert explain(folder).is_first_step
 
 
-def test_a_run_that_goes_on_keeps_the_report_under_the_name_of_its_step(corpus, tmp_path, monkeypatch):  # noqa: F811
+def test_a_run_that_resumes_keeps_the_report_under_the_name_of_its_step(corpus, tmp_path, monkeypatch):  # noqa: F811
     """A folder's explanation is of its last stop, if the run has not continued since."""
     folder = tmp_path / "run"
     for earlier in ([], ["oom-step-00000003.txt"]):

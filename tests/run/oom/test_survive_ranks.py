@@ -258,7 +258,7 @@ def test_at_one_row_all_save_and_one_speaks(folder, gone):
 
 
 @pytest.mark.slow
-def test_and_the_run_goes_on_from_there(folder, outcomes):
+def test_and_the_run_resumes_from_there(folder, outcomes):
     assert metrics(folder / "ended") == metrics(folder / "straight")
     assert same(final_weights(folder / "ended"), final_weights(folder / "straight"))
 

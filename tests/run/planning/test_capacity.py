@@ -37,7 +37,7 @@ def test_c07_three_checkpoints_of_90_gib_do_not_go_into_200(tmp_path: Path, disk
     room.require_capacity(replace(plan, disk_bytes=199 * GIB), tmp_path)
 
 
-def test_a_fallback_has_room_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fallback_has_space_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = {tmp_path: 300 * GIB, tmp_path / "other": 89 * GIB}
     (tmp_path / "other").mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
@@ -51,7 +51,7 @@ def test_a_fallback_has_room_for_a_checkpoint(tmp_path: Path, monkeypatch: pytes
         room.require_capacity(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
 
 
-def test_what_an_earlier_run_holds_in_the_folder_is_room(tmp_path: Path, disk: SimpleNamespace) -> None:
+def test_files_of_an_earlier_run_in_the_folder_count_as_free_space(tmp_path: Path, disk: SimpleNamespace) -> None:
     checkpoint = tmp_path / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "weights").write_bytes(bytes(2000))
@@ -99,7 +99,7 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pyte
     assert system > 700
 
 
-def test_all_processes_of_a_machine_need_room(
+def test_all_processes_of_a_machine_need_memory(
     tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What each but the first needs, and what all of them hold already."""

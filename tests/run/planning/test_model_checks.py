@@ -95,7 +95,7 @@ def test_auto_where_nothing_is_searched_is_refused_in_a_sentence(key, write):
 
 
 @pytest.mark.parametrize("room", FOUND)
-def test_whoever_refuses_says_whether_check_finds_it(room):
+def test_each_refusal_says_whether_check_finds_it(room):
     """A refusal that is added here has to be found by `check`, or to need more than the model's shape."""
     raising = set()
     for file in [ROOT / room] if room.endswith(".py") else (ROOT / room).glob("*.py"):

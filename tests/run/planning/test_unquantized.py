@@ -12,7 +12,7 @@ def with_peak(**terms):
     return SimpleNamespace(peak=SimpleNamespace(device_bytes=made.total, terms=made))
 
 
-def test_a_quantised_base_that_needs_more_names_what_grew():
+def test_a_quantized_base_that_needs_more_names_what_grew():
     plain = with_peak(weights=16 * 2**30, logits_and_loss=8 * 2**30)
     upcast = with_peak(weights=6 * 2**30, logits_and_loss=20 * 2**30)
     message = without_gain(upcast, plain)

@@ -143,7 +143,7 @@ def test_two_that_share_each_row_learn_what_one_does(name, found):
     assert "ring_attention of 2 layers" in row
 
 
-def test_a_run_goes_on_with_as_many_and_with_one(found):
+def test_a_run_resumes_with_as_many_and_with_one(found):
     folder, (first, _) = found
     assert first["resumed"] == first["straight"]
     alone = tiny_assembly(case("sharded", folder, 1))

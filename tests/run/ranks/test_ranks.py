@@ -321,7 +321,7 @@ def elsewhere_as_rank(corpus, folder):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_parts_and_a_sharded_export_go_to_the_fallback_where_a_rank_has_no_room(corpus, tmp_path):  # noqa: F811
+def test_shards_and_a_sharded_export_go_to_the_fallback_if_a_rank_has_no_space(corpus, tmp_path):  # noqa: F811
     both = as_ranks("elsewhere_as_rank", corpus, tmp_path)
     assert [rank.code for rank in both] == [4, 4], both
     (kept,) = (tmp_path / "other").iterdir()

@@ -198,14 +198,14 @@ def found(
 
 
 @pytest.mark.parametrize("optimizer", chosen(QUICK, SHARDED_OPTIMIZERS))
-def test_a_sharded_optimizer_trains_saves_and_goes_on_as_if_nothing_had_been(optimizer, found):
+def test_a_sharded_optimizer_trains_saves_and_resumes_as_if_nothing_had_been(optimizer, found):
     """The table of supported pairs."""
     here = found[1][0]["optimizers"][str(optimizer)]
     assert here["step"] == 2
     assert here["resumed"] == here["straight"]
 
 
-def test_one_process_goes_on_where_two_stood_and_two_where_one_did(found):
+def test_one_process_resumes_where_two_stopped_and_two_where_one_did(found):
     folder, ranks = found
     alone = tiny_assembly(case(1, folder))
     load_checkpoint(folder / "adamw_torch" / "checkpoints" / "step-00000002", alone)

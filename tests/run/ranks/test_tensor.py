@@ -205,7 +205,7 @@ def test_random_weights_are_drawn_as_for_shards(found):
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_a_run_goes_on_with_as_many_and_with_one(name, found):
+def test_a_run_resumes_with_as_many_and_with_one(name, found):
     folder, (first, _) = found
     assert first[name]["again"] == first[name]["on"]
     alone = tiny_assembly(case(name, folder, 1))
@@ -297,7 +297,7 @@ def look_at_optimizers(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_each_optimizer_trains_saves_and_goes_on_as_if_nothing_had_been(tmp_path):
+def test_each_optimizer_trains_saves_and_resumes_as_if_nothing_had_been(tmp_path):
     first, second = on_two(look_at_optimizers, tmp_path)
     assert first == second
     for optimizer, (before, straight, resumed) in first.items():
@@ -319,7 +319,7 @@ def run_as_rank(corpus: str, folder: str) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_whole_run_on_two_goes_on_with_one(corpus, tmp_path):  # noqa: F811
+def test_a_whole_run_on_two_resumes_with_one(corpus, tmp_path):  # noqa: F811
     script = "import sys; from tests.run.ranks.test_tensor import run_as_rank; run_as_rank(*sys.argv[1:])"
     both = ended(start(script, str(corpus), str(tmp_path / "run")))
     assert [rank.code for rank in both] == [0, 0], both

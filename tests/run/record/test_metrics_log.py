@@ -24,7 +24,7 @@ def disk(monkeypatch):
     return room
 
 
-def test_lines_wait_for_room_and_are_written_in_order(tmp_path, disk):
+def test_lines_wait_for_free_space_and_are_written_in_order(tmp_path, disk):
     messages = []
     log = MetricsLog(tmp_path, messages.append)
     log.append({"step": 1})

@@ -48,7 +48,7 @@ def test_a_folder_without_checkpoints_names_the_runs_that_have_some(tmp_path):
     assert "others" not in problem.expected
 
 
-def test_what_stopped_a_run_that_goes_on_says_at_which_step_that_was(tmp_path):
+def test_the_report_of_a_resumed_run_names_the_step_of_its_stop(tmp_path):
     """A report without a step, of the trial before all, gets the step that the run resumes from."""
     folder = RunFolder(tmp_path)
     folder.set_stops_aside(4)
@@ -152,7 +152,7 @@ def test_strays_among_checkpoints_are_none(tmp_path, stray):
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
 
 
-def test_a_run_is_gone_on_with_or_overwritten(tmp_path):
+def test_a_run_is_resumed_or_overwritten(tmp_path):
     config = tiny_config(training={"output_dir": str(tmp_path / "run")})
     with pytest.raises(RequestError) as caught:
         open_folder(config, "r", resume=True, overwrite=True)
