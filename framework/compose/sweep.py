@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Quote, QuotedString, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.version import VersionBase
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.compose.overrides import COMMAND_LINE, fault, group_of, names_folder, path_of
@@ -31,6 +31,8 @@ from framework.errors import Problem, RequestError
 from framework.schema.plural import counted
 
 _NAME = "tunesmith"
+_NUMBER = "${hydra.job.num}"
+"""Folder of a run in that of its sweep, unless `hydra.sweep.subdir=` names another."""
 _CHOICES = ("hydra/launcher", "hydra/sweeper")
 _SETTINGS = ("hydra.launcher.", "hydra.sweeper.", "hydra.sweep.", "hydra/launcher/", "hydra/sweeper/")
 _PARAMS = "hydra.sweeper.params"
@@ -144,7 +146,7 @@ class Sweep:
                     *inside, last = name.split("/")
                     store.store(last, {}, group="/".join(part for part in (group, *inside) if part))
             quiet = [{f"override hydra/{kind}_logging": "none"} for kind in ("hydra", "job")]
-            body["hydra"] = {"output_subdir": None, "sweep": {"dir": ".", "subdir": "${hydra.job.num}"}}
+            body["hydra"] = {"output_subdir": None, "sweep": {"dir": ".", "subdir": _NUMBER}}
             store.store(_NAME, {"defaults": [*groups, "_self_", *quiet], **body})
             with initialize(config_path=None, version_base="1.3", job_name=_NAME):
                 yield GlobalHydra.instance().hydra
@@ -159,12 +161,16 @@ class Sweep:
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(self._sweeps)
         [batch] = BasicSweeper.split_arguments(parsed, None)
         jobs = []
+        is_numbered = OmegaConf.to_container(master.hydra.sweep)["subdir"] == _NUMBER
         for number, overrides in enumerate(batch):
-            config = loader.load_sweep_config(master, list(overrides))
-            with open_dict(config):
-                config.hydra.job.num, config.hydra.job.id = number, str(number)
-            HydraConfig.instance().set_config(config)
-            jobs.append(Job(number, tuple(overrides), top / str(config.hydra.sweep.subdir), top))
+            name = str(number)
+            if not is_numbered:
+                config = loader.load_sweep_config(master, list(overrides))  # a tenth of a second for each run
+                with open_dict(config):
+                    config.hydra.job.num, config.hydra.job.id = number, str(number)
+                HydraConfig.instance().set_config(config)
+                name = str(config.hydra.sweep.subdir)
+            jobs.append(Job(number, tuple(overrides), top / name, top))
         folders = [job.folder for job in jobs]
         if len(set(folders)) < len(folders):
             twice = next(folder for folder in folders if folders.count(folder) > 1)
