@@ -36,7 +36,8 @@ def fault(value: object, room: int) -> str | None:
 
 
 def over(low: Any, high: Any) -> Any:
-    """The written values merged over the defaults, so that references can see all keys."""
+    """The higher values merged over the lower ones, mapping by mapping, as Hydra merges a defaults list; references are
+    left as they are."""
     if not (isinstance(low, Mapping) and isinstance(high, Mapping)):
         return high
     return {**low, **{name: over(low.get(name), value) for name, value in high.items()}}

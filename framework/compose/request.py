@@ -1,16 +1,14 @@
 """Composition of a recipe, presets and overrides into one typed config with the origin of every value.
 
-Hydra parses the command line, OmegaConf merges the layers and resolves references, pydantic types the result. This
-module adds origins, checks of what may be written, and the collection of all problems.
+Hydra parses the command line, OmegaConf resolves references, pydantic types the result. This module adds origins,
+checks of what may be written, and the collection of all problems.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path as File
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from framework.compose import interpolation
 from framework.compose.layers import Layer, gather, highest, list_warnings
@@ -111,7 +109,8 @@ def draft(
     layers = _allowed(layers, problems)
     warnings.extend(list_warnings(layers))
     layers = with_own_configs(layers, warnings)
-    written = _resolved(_merged(layers), layers, problems)
+    merged: dict[str, Any] = reduce(interpolation.over, (layer.tree.plain() for layer in layers), {})
+    written = _resolved(merged, layers, problems)
     absolute = made_absolute(written)
     as_written = _changes(written, absolute)
     place = partial(_place, layers)
@@ -162,13 +161,6 @@ def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
                 room -= min(room, len(node.value))
         allowed.append(replace(layer, tree=tree))
     return allowed
-
-
-def _merged(layers: Sequence[Layer]) -> dict[str, Any]:
-    """The merged layers, with unresolved references: the result of Hydra's merge of a defaults list in an eighth of the
-    time."""
-    merged = OmegaConf.to_container(OmegaConf.merge(*(layer.tree.plain() for layer in layers)), resolve=False)
-    return {str(name): value for name, value in merged.items()} if isinstance(merged, dict) else {}
 
 
 def _resolved(merged: dict[str, Any], layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Any]:
