@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Container, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from framework.schema.gpu import GPUParams
 from framework.schema.keys import value_of
 from framework.schema.plural import counted
 from framework.schema.rules.conflict import Conflict
-from framework.schema.rules.every import Needs, find_conflicts
+from framework.schema.rules.every import RULES
 
 
 def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conflict]:
@@ -195,6 +196,6 @@ def possible(config: TrainingConfig, changes: Mapping[str, Any], runs_here: bool
         changed = with_values(config, changes)
     except ValidationError:
         return None
-    conflicts = (*find_conflicts(changed, Needs()), *unmet_requirements(changed, runs_here))
-    refused = any(not conflict.is_warning for conflict in conflicts)
-    return None if refused else changed
+    of_rules = (conflict for rule in RULES for conflict in rule(changed))  # read up to the first that refuses it
+    conflicts = chain(of_rules, unmet_requirements(changed, runs_here))
+    return changed if all(conflict.is_warning for conflict in conflicts) else None

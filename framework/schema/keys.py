@@ -162,6 +162,16 @@ def written_keys(section: BaseModel, inside: str = "") -> Iterator[str]:
             yield f"{inside}{name}"
 
 
+def changed_keys(section: BaseModel, usual: object, inside: str = "") -> Iterator[str]:
+    """Dotted keys whose values are not those of `usual`, a section or None; lists and free mappings as a whole."""
+    for name in type(section).model_fields:
+        value, other = getattr(section, name), getattr(usual, name, None)
+        if isinstance(value, BaseModel):
+            yield from changed_keys(value, other, f"{inside}{name}.")
+        elif usual is None or value != other:
+            yield f"{inside}{name}"
+
+
 def unknown(path: Path) -> tuple[str, str | None]:
     """Message for an unknown key, and the key that was probably intended."""
     names = [str(part).replace("-", "_") for part in path if isinstance(part, str)]

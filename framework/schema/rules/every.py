@@ -4,13 +4,13 @@ Each rule is a pure function of the config: no file is opened, nothing is built.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 from framework.schema.config import TrainingConfig
-from framework.schema.keys import Path, dotted, every_key, uses_of, value_of, values, written_keys
+from framework.schema.keys import changed_keys, dotted, uses_of, value_of, values, written_keys
 from framework.schema.rules.adapter import adapter_conflicts
 from framework.schema.rules.conflict import Conflict
 from framework.schema.rules.data import (
@@ -60,8 +60,7 @@ from framework.schema.rules.task import classifier_conflicts, task_conflicts
 def unused_key_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Written keys without effect: those that differ from the default, and those set explicitly while the key that
     disables them is not, so that the user expects an effect."""
-    defaults = _defaults()
-    changed = {_key(path) for path, value in values(config) if path not in defaults or value != defaults[path]}
+    changed = set(changed_keys(config, _defaults()))
     written = dict.fromkeys(written_keys(config))
     for key in dict.fromkeys((*written, *sorted(changed))):
         unmet = [use for use in uses_of(key) if use.key != key and not use.fits(value_of(config, use.key))]
@@ -75,15 +74,8 @@ def unused_key_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 @cache
-def _key(path: Path) -> str:
-    """The key of a value; for a value inside a list or free mapping, the key of that."""
-    names = [dotted(path[: end + 1]) for end in range(len(path))]
-    return next(name for name in reversed(names) if name in every_key())
-
-
-@cache
-def _defaults() -> Mapping[Path, Any]:
-    return dict(values(TrainingConfig()))
+def _defaults() -> TrainingConfig:
+    return TrainingConfig()
 
 
 @dataclass(frozen=True)
