@@ -21,7 +21,7 @@ from tests.run.several import ended, start
 from tests.tiny import split, tiny_config, unequal_rows
 
 Look = Callable[[Ranks, Path], Mapping[str, Any]]
-STEPS = 3
+STEPS = 2
 SMOOTH = 1e-3
 """AdamW's epsilon: gradients that differ by a rounding of d move a weight by at most rate x d / epsilon apart. With the
 usual 1e-8 a gradient near 0 makes a whole rate of it, on one processor and not on another."""

@@ -385,6 +385,7 @@ def test_a_card_that_is_too_small_for_the_measurement_is_in_the_one_document(run
         raise OutOfMemory("no room")
 
     monkeypatch.setattr("framework.run.planning.measurements.measure_in_subprocess", fail)
+    planner(PLAN)
     code, out, err = run("plan", write(RECIPE), "--measure", "--json")
     assert code == 4
     assert json.loads(out)["errors"] == [

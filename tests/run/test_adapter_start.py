@@ -47,7 +47,7 @@ def start_of(assembly: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in weights(assembly).items() if name in names}
 
 
-def look(methods: Sequence[PeftMethod], ranks: Ranks, folder: Path) -> dict[str, Any]:
+def look(methods: Sequence[PeftMethod], saved: Sequence[str], ranks: Ranks, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for method in methods:
         for shards in (True, False):
@@ -59,7 +59,7 @@ def look(methods: Sequence[PeftMethod], ranks: Ranks, folder: Path) -> dict[str,
             if ranks.is_main:
                 torch.save(start, folder / f"{method}-{shards}.pt")
             found[f"{method}-{shards}"] = trained(assembly)[0]
-    for method in SAVED:
+    for method in saved:
         config = adapted(2, folder, method, shards=True, first=f"saved-{method}")
         assembly = assemble(config, read_architecture(config), real_place(torch.device("cpu")), 10, ranks)
         found[f"saved-{method}"] = [item.found for item in verify(assembly) if item.key == "peft.adapter_path"]
@@ -81,7 +81,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         for parameter in model.parameters():
             parameter.data += torch.randn_like(parameter) * (0.1 if parameter.requires_grad else 0)
         model.save_pretrained(folder / f"saved-{method}")
-    return folder, on_two(partial(look, to_make(request, QUICK, METHODS)), folder)[0]
+    made = to_make(request, QUICK, METHODS), to_make(request, (), SAVED)
+    return folder, on_two(partial(look, *made), folder)[0]
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def config(corpus, folder, *, training=None, model=None, data=None, architecture
             "model_max_length": 32,
             **(model or {}),
         },
-        data={"train": [{"path": str(corpus)}], "eval_fraction": 0.1, **(data or {})},
+        data={"train": [{"path": str(corpus)}], "eval_fraction": 0.03, **(data or {})},
         peft=peft or {},
     )
 

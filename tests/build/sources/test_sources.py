@@ -456,13 +456,13 @@ class TestCompressed:
 
     @pytest.mark.parametrize("kind", ["gz", "zst", slow("bz2"), slow("xz")])
     def test_cut_short_is_reported_with_the_row(self, kind: str, tmp_path: Path) -> None:
-        content = "".join(json.dumps({"text": hashlib.md5(b"%d" % row).hexdigest()}) + "\n" for row in range(30_000))
+        content = "".join(json.dumps({"text": hashlib.md5(b"%d" % row).hexdigest()}) + "\n" for row in range(10_000))
         path = tmp_path / f"a.jsonl.{kind}"
         whole = compressed(content.encode(), kind)
         path.write_bytes(whole[: len(whole) * 9 // 10])
         (problem,) = problems(str(path))
         assert str(problem.where).startswith(f"{path}:")
-        assert int(str(problem.where).rpartition(":")[2]) > (10_000 if kind != "bz2" else 0)
+        assert int(str(problem.where).rpartition(":")[2]) > (3_000 if kind != "bz2" else 0)
         assert any(word in problem.message for word in ("truncated", "Truncated"))
 
     @pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])

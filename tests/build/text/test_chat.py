@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from framework.build.text import limits
+from framework.build.text import chat, limits
 from framework.build.text.chat import Chat, check_chat, render
 from framework.build.text.labels import encode_chats
 from framework.build.text.limits import OutOfTime, limited, watched
@@ -142,11 +142,14 @@ def test_no_template_is_refused_with_what_to_write(make_tokenizer: MakeTokenizer
         ),
         (
             "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
-            "takes more than 1 s to render",
+            "takes more than 0.25 s to render",
         ),
     ],
 )
-def test_template_that_does_not_render_is_refused(template: str, message: str, make_tokenizer: MakeTokenizer) -> None:
+def test_template_that_does_not_render_is_refused(
+    template: str, message: str, make_tokenizer: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.25)
     with pytest.raises(RequestError, match=message) as caught:
         check_chat(make_tokenizer(template), [CHAT])
     assert caught.value.problems[0].key == "model.chat_template"
@@ -158,8 +161,9 @@ def test_a_template_that_doubles_a_text_ends(
 ) -> None:
     monkeypatch.setattr(limits, "MOST_BYTES", 2**27)
     monkeypatch.setattr(limits, "TICKS", 50)
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.25)
     template = f"{{% set s = namespace(a='a') %}}{{% for i in range(40) %}}{{% set s.a = {sum_} %}}{{% endfor %}}"
-    with pytest.raises(RequestError, match=r"takes more than (0.125 GiB of memory|1 s) to render"):
+    with pytest.raises(RequestError, match=r"takes more than (0.125 GiB of memory|0.25 s) to render"):
         check_chat(make_tokenizer(template), [CHAT])
 
 
@@ -202,7 +206,10 @@ def test_warns_when_generation_blocks_leave_the_end_out(make_tokenizer: MakeToke
     assert "leaves out '<|im_end|>'" in warning
 
 
-def test_a_template_that_is_slow_for_each_row_ends_after_a_second(make_tokenizer: MakeTokenizer) -> None:
+def test_a_template_that_is_slow_for_each_row_ends_soon(
+    make_tokenizer: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "TRIED_SECONDS", 0.25)
     slow = "{% for i in range(300) %}{% for j in range(300) %}{% set x = j %}{% endfor %}{% endfor %}"
     tokenizer = make_tokenizer(slow + read_template("chatml"), CHATML_TOKENS)
     started = time.thread_time()

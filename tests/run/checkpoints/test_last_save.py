@@ -18,7 +18,7 @@ from framework.schema.gpu import GPUParams
 from tests.run.test_trainer import config, corpus, train  # noqa: F401
 from tests.tiny import LLAMA
 
-WAIT = {"seconds": 1.0}
+WAIT = {"seconds": 0.3}
 """How long a save waits for the export to begin."""
 
 

@@ -11,6 +11,7 @@ import torch
 
 from framework.build.place import real_place
 from framework.cli import main
+from framework.compose import load
 from framework.errors import OutOfMemory, RequestError
 from framework.memory.cards import detect, read_card
 from framework.memory.explain import explain
@@ -158,8 +159,11 @@ def test_savings_are_those_of_a_rehearsal_with_the_lever_moved(monkeypatch):
     settings = {"optimizer": "adamw_torch", "per_device_train_batch_size": 8, "global_batch_size": 8, "max_steps": 2}
     config_ = tiny_config(training=settings, data={"eval_fraction": 0.5})
     plan = make_plan(record(config_))
+    some = {"training.per_device_train_batch_size", "training.enable_gradient_checkpointing"}
+    some |= {"training.optimizer_offload"}
+    proposals = {proposal.override: proposal for proposal in propose(config_) if proposal.key in some}
+    monkeypatch.setattr("framework.run.planning.what_if.propose", lambda _: [*proposals.values()])
     levers = lever_savings(config_, plan)
-    proposals = {proposal.override: proposal for proposal in propose(config_)}
     assert {lever["override"] for lever in levers} == {*proposals}
     peaks = {phase.name: phase.allocated_bytes for phase in plan.phases}
     chosen = [levers[0], *(lever for lever in levers if lever["key"].endswith("train_batch_size"))]
@@ -200,8 +204,11 @@ def recipe(write, monkeypatch):
 
 
 def test_a_run_keeps_the_savings_of_every_lever_and_explain_ranks_them(recipe, capsys, monkeypatch):
-    """From the command line to the ranked overrides, for a failure in the optimizer's step; exit 4."""
+    """From the command line to the ranked overrides, for a failure in the optimizer's step; exit 4. Blocks are not
+    compiled, which takes as long as all other rehearsals."""
     monkeypatch.setattr("framework.run.planning.what_if.MOST_SECONDS", 600)
+    plain = [proposal for proposal in propose(load(recipe, ["gpu=cpu"])) if not proposal.config.training.compile]
+    monkeypatch.setattr("framework.run.planning.what_if.propose", lambda _: plain)
     with failing(monkeypatch, "optimizer_step", 2, torch.OutOfMemoryError(FULL)):
         assert main(["train", str(recipe), "gpu=cpu"]) == 4
     assert "out of memory in the optimizer step (step 2)" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def weights_of(corpus, folder, micro, **options):  # noqa: F811
     return final_weights(folder)
 
 
-POINTS = pytest.mark.parametrize("count", [3, slow(20)])
+POINTS = pytest.mark.parametrize("count", [2, slow(20)])
 
 
 @pytest.mark.slow
@@ -267,9 +267,9 @@ def test_stop_undoes_the_step_and_saves(corpus, tmp_path, failing):  # noqa: F81
 LEVERS = {
     "fp16": {"training": {"mixed_precision_dtype": "fp16"}},
     "checkpoints": {"training": {"mixed_precision_dtype": "bf16", "enable_gradient_checkpointing": True}},
-    "packing": {"data": {"packing": True, "eval_fraction": 0.1}},
-    "padding_free": {"data": {"padding_free": True, "eval_fraction": 0.1}, "model": {"attn_implementation": "eager"}},
-    "workers": {"data": {"workers": 2, "group_by_length": True, "eval_fraction": 0.1}},
+    "packing": {"data": {"packing": True, "eval_fraction": 0.03}},
+    "padding_free": {"data": {"padding_free": True, "eval_fraction": 0.03}, "model": {"attn_implementation": "eager"}},
+    "workers": {"data": {"workers": 2, "group_by_length": True, "eval_fraction": 0.03}},
     "states": {"training": {"optimizer_offload": "host"}},
     "activations": {"training": {"activation_offload": True}, "model": {"model_max_length": 128}},
     "lora": {"training": {"use_peft": True}, "peft": {"lora_r": 4, "lora_dropout": 0.1}},

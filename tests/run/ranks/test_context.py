@@ -30,7 +30,7 @@ from tests.sharded import SMOOTH, on_two, sharded, weights
 from tests.tiny import LLAMA, tiny_assembly, tiny_config
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-STEPS = 3
+STEPS = 2
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 1}
 CONVOLUTIONS = {**LLAMA, "model_type": "lfm2", "full_attn_idxs": [1], "layer_types": ["conv", "full_attention"]}
 MODELS = {"llama": LLAMA, "qwen3": QWEN3}

@@ -33,7 +33,7 @@ from tests.run.test_trainer import config, corpus, metrics, same, train  # noqa:
 from tests.tiny import LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-STEPS, ROWS = 5, 19
+STEPS, ROWS = 4, 19
 CASES = {
     "full": {},
     "chunked": {"model": {"chunked_loss": 16}},
