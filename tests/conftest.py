@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("fresh_process"):
+            patch.delenv(ADDRESS, raising=False)
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     yield
     if nextitem is None or nextitem.path != item.path:
@@ -58,9 +67,12 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _short_runs() -> Iterator[None]:
     """Nothing waits for the disk, since no test cuts the power; a run writes one token as its sample, git is asked once
-    for the commit of a folder, and seeds of absent cards are not kept, each with the stack that it was set from."""
+    for the commit of a folder, the commands are built once, and seeds of absent cards are not kept, each with the stack
+    that it was set from."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        if "framework.cli" in sys.modules:
+            patch.setattr("typer.main.get_command", cache(import_module("typer.main").get_command))
         if "framework.run.trainer" in sys.modules:
             import torch
 
@@ -80,12 +92,6 @@ def _forked(_own_caches: None) -> Iterator[None]:
     """Python processes are forked, not started."""
     with forked():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _fresh_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("fresh_process"):
-        monkeypatch.delenv(ADDRESS, raising=False)
 
 
 @pytest.fixture

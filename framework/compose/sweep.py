@@ -161,10 +161,10 @@ class Sweep:
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(self._sweeps)
         [batch] = BasicSweeper.split_arguments(parsed, None)
         jobs = []
-        is_numbered = OmegaConf.to_container(master.hydra.sweep)["subdir"] == _NUMBER
+        asked: Any = OmegaConf.to_container(master.hydra.sweep)
         for number, overrides in enumerate(batch):
             name = str(number)
-            if not is_numbered:
+            if asked["subdir"] != _NUMBER:
                 config = loader.load_sweep_config(master, list(overrides))  # a tenth of a second for each run
                 with open_dict(config):
                     config.hydra.job.num, config.hydra.job.id = number, str(number)

@@ -1,6 +1,5 @@
 """What bash, zsh and fish are given after Tab."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -71,13 +70,3 @@ def test_zsh_gets_the_purpose_of_each(monkeypatch, capsys):
     found = offered(monkeypatch, capsys, "tunesmith train chat peft=ql", "zsh")
     assert '"peft=qlora":"LoRA on a base in 4 bits' in found
     assert len(found.splitlines()) == 1
-
-
-@pytest.mark.fresh_process
-def test_nothing_heavy_is_loaded(monkeypatch):
-    import subprocess
-    import sys
-
-    code = "import framework.cli.arguments as c, sys; c.complete_recipe(''); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
-    assert done.stdout == "False\n"

@@ -38,8 +38,10 @@ def command(*arguments: str) -> str:
 STEPS = [
     ("import framework", (*HEAVY, *COMPOSE, "pydantic", "typer", "yaml")),
     (command("--help"), (*HEAVY, *COMPOSE)),
+    ("import framework.memory.cards", (*HEAVY, *COMPOSE)),
     (command("train", "--help"), (*HEAVY, *COMPOSE)),
     (command("plan", "--help"), (*HEAVY, *COMPOSE)),
+    ("from framework.cli.arguments import complete_recipe; complete_recipe('')", HEAVY),
     (command("list", "gpus"), HEAVY),
     (command("schema"), HEAVY),
     (command("levers"), HEAVY),
@@ -48,6 +50,7 @@ STEPS = [
     (command("check", "quickstart", "--quick"), HEAVY),
     (command("convert", "recipes/quickstart.yaml"), HEAVY),
     (command("check", "quickstart", "trainng.seed=1", "--json"), HEAVY),
+    ("import framework.run.planning.plan_pool", HEAVY),
     ("from framework import ModelParams, TrainingConfig, check, load, plan", HEAVY),
 ]
 """Commands of a process, and modules not loaded after each; each must avoid fewer than the one before."""

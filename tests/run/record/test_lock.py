@@ -94,12 +94,12 @@ def test_another_host_whose_lock_is_fresh_is_reported(tmp_path, monkeypatch):
 
 
 def test_a_host_that_died_is_waited_for_and_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "BEAT", 0.5)
-    monkeypatch.setattr(lock, "STALE", 2.0)
+    monkeypatch.setattr(lock, "BEAT", 0.1)
+    monkeypatch.setattr(lock, "STALE", 0.6)
     began = time.monotonic()
-    other_host(tmp_path, 0.5)
+    other_host(tmp_path, 0.1)
     with only_run(tmp_path):
-        assert time.monotonic() - began > 1.4
+        assert time.monotonic() - began > 0.4
         assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
     other_host(tmp_path, 3600)
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: pytest.fail("there is nothing to wait for"))
