@@ -13,6 +13,7 @@ from typer import TyperException
 from framework.cli.app import app
 from framework.cli.printing import complain, print_json, print_problems, say
 from framework.errors import Interrupted, Problem, RequestError, TunesmithError
+from framework.schema.spelling import alike
 from framework.terminal import visible_streams
 
 __all__ = ["app", "main"]
@@ -70,7 +71,10 @@ def _failed(error: Exception | SystemExit, typed: Sequence[str]) -> int:
             )
             if message.startswith("Missing argument"):
                 message = f"{message.removesuffix('.')}: `tunesmith {verb} --help` explains it"
-            return _refused((Problem("", message, nearest=suggestion(message, typed, _VERBS)),), 2, typed)
+            message, _, possible = message.partition(" (Possible options: ")
+            close = alike(message.rpartition("--")[2], [option.strip("-,)") for option in possible.split()], 1, 0.6)
+            nearest = suggestion(message, typed, _VERBS) or (f"--{close[0]}" if close else None)
+            return _refused((Problem("", message, nearest=nearest),), 2, typed)
         case Interrupted():  # requested by the user, not an error
             with contextlib.suppress(OSError):  # the terminal may be closed
                 if not error.is_reported:
@@ -135,6 +139,7 @@ _OTHER_VERBS = {
 }
 """Command names of other tools -> the command here."""
 _RECIPE = ("-c", "--config", "--recipe", "--config-file", "--config_file", "--config-name")
+_OUTPUT = ("-o", "--output", "--out", "--file")
 _PRESETS = ("--config-path", "--config_dir", "--configdir")
 
 
@@ -143,7 +148,7 @@ def suggestion(message: str, typed: Sequence[str], verbs: Iterable[str]) -> str 
     verb = next((argument for argument in typed if not argument.startswith("-")), "")
     if "No such command" in message:
         return _OTHER_VERBS.get(verb) or next(iter(get_close_matches(verb, verbs, 1)), None)
-    if "No such option" not in message or verb not in _TAKE_KEYS:
+    if "No such option" not in message or verb not in (*_TAKE_KEYS, "init"):
         return None
     option = next(
         (argument for argument in typed if argument.startswith("-") and argument.partition("=")[0] in message.split()),
@@ -152,6 +157,8 @@ def suggestion(message: str, typed: Sequence[str], verbs: Iterable[str]) -> str 
     name, _, value = option.partition("=")
     after = dict(pairwise(typed)).get(option, "")
     value = value or ("" if after.startswith("-") else after)
+    if verb == "init":
+        return f"{value or 'recipe.yaml'}, the recipe to write, without an option" if name in _OUTPUT else None
     if name in _RECIPE:
         return f"{value or 'RECIPE'}, which comes first, without an option"
     if name in _PRESETS:

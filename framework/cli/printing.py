@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 """Version of the JSON documents, increased if a key is removed or changes its meaning."""
 _GAP = "  "
+_PADDED = 48
+"""Most characters that a cell is padded to where there is no terminal."""
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -83,11 +85,16 @@ def print_prose(text: str) -> None:
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns that other programs can read; on a narrower terminal they are wrapped."""
+    """Print aligned columns that other programs can read; on a narrower terminal they are wrapped, and elsewhere a
+    longer cell moves the rest of its line."""
     rows = [[on_one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     is_folded = 0 < room < sum(widths) + len(_GAP) * (len(widths) - 1)
+    if not room:
+        for row in rows:
+            print(_GAP.join(cell.ljust(min(width, _PADDED)) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
     if is_folded and widths[0] > room // 2:  # the first column stays unbroken, in a separate line
         for first, *others in rows:
             print("\n".join([*([first] if first else []), *_aligned(["", *others], [0, *_shares(widths[1:], room)])]))

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 
 from framework.installation import shipped
+from framework.schema.spelling import alike
 
 GROUPS = ("model", "data", "peft", "optimizer", "fsdp", "training", "gpu")
 """Groups of presets, in the order in which those on the command line apply."""
@@ -89,7 +89,7 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
     """Up to three choices similar to `word`: those that contain it, else those with a similar spelling."""
     choices = list(choices)
     containing = [choice for choice in choices if name and name.lower() in choice.lower()]
-    return ", ".join((containing or get_close_matches(name.lower(), choices, 3, 0.5))[:3]) or None
+    return ", ".join(containing[:3] or alike(name.lower(), choices)) or None
 
 
 def _yaml_files(path: Path) -> dict[str, Path]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +10,7 @@ from framework.compose.reading import MAX_PROBLEMS
 from framework.errors import Problem
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
 from framework.schema.keys import Path, dotted, key_at, up_to_list
+from framework.schema.spelling import alike
 
 _BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 """YAML 1.1's spellings of true and false, and quoted ones."""
@@ -90,7 +90,7 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
     if isinstance(value, str) and key:
         word = value.lower()
         begun = [choice for choice in key.choices if len(word) > 2 and choice.startswith(word)]
-        nearest = next(iter([*begun, *get_close_matches(word, key.choices, 1, 0.5)]), None)
+        nearest = next(iter([*begun, *alike(word, key.choices, 1)]), None)
         nearest = _SYNONYMS.get(dotted(path), {}).get(word, nearest)
         if expected and "true or false" in expected:
             nearest = _BOOLEANS.get(word, nearest)

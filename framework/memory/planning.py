@@ -34,6 +34,7 @@ from framework.schema.choices import (
 )
 from framework.schema.config import TrainingConfig
 from framework.schema.evaluation import steps_between
+from framework.schema.heads import DEFAULT_CHUNK
 from framework.schema.optimizers import facts_of
 from framework.schema.plural import counted
 
@@ -49,8 +50,6 @@ WORKER_BYTES = 200 * MIB
 146 after its garbage collector ran (torch 2.13, transformers 5.24, Linux, 2026-11), plus a block of a stream."""
 CARDS_A_MACHINE = 8
 """Number of cards assumed per machine, for host memory and for the shards of a hybrid strategy."""
-CHUNK = 1024
-"""Default tokens per chunk of the loss (DEFAULT_CHUNK in framework/build/losses/loss.py; a test compares)."""
 PACKAGED_ATTENTION = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Kernels that a rehearsal replaces by another with equal memory (framework/run/rehearsal/fake_functions.py)."""
 _MATHEMATICAL = "_safe_softmax"
@@ -394,8 +393,8 @@ def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:
     lines: list[str] = []
     terms = peak.terms.to_json()
     tokens, logits = tokens_of(config), peak.terms.logits_and_loss
-    in_chunks = config.model.chunked_loss is not False or tokens <= CHUNK
-    saved = 0 if in_chunks else logits - logits * CHUNK // tokens
+    in_chunks = config.model.chunked_loss is not False or tokens <= DEFAULT_CHUNK
+    saved = 0 if in_chunks else logits - logits * DEFAULT_CHUNK // tokens
     if saved and max(terms, key=lambda name: terms[name]) == "logits_and_loss":
         lines.append(
             f"logits are the largest term of the peak: model.chunked_loss=true saves about {saved / GIB:.1f} GiB"

@@ -155,8 +155,8 @@ def _abandoned(session: Session) -> str:
     folder, is_named = session.folder.path, session.config.training.output_dir is not None
     at = f"after step {session.step}" if session.has_stepped else "before the first step"
     if saved := session.folder.newest():
-        return f"left {at}; continue with --resume from step {step_of(saved)} (saved in {saved.parent.parent})"
-    return f"left {at}, and nothing was saved{'; start again with --overwrite' if is_named else ''} ({folder})"
+        return f"interrupted {at}; continue with --resume from step {step_of(saved)} (saved in {saved.parent.parent})"
+    return f"interrupted {at}, and nothing was saved{'; start again with --overwrite' if is_named else ''} ({folder})"
 
 
 def _announce(session: Session, decisions: Sequence[str]) -> None:

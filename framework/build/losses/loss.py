@@ -19,25 +19,8 @@ from framework.build.model.heads import reads_both_ways
 from framework.build.model.parts import causal_model
 from framework.build.text.labels import IGNORED
 from framework.errors import Problem, RequestError
+from framework.schema.heads import AFTER_THE_HEAD, DEFAULT_CHUNK, PLAIN_HEADS
 from framework.schema.model import ModelParams
-
-DEFAULT_CHUNK = 1024
-"""Default tokens per chunk: on an H200 0.7 % slower than 4,096 for the 1B, and 0.7 GiB smaller."""
-
-AFTER_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-"""Settings of Gemma 2, Granite and Cohere that change logits, with the neutral value. Changes without a setting are
-found at start-up by `head_is_last`, which a plan cannot run."""
-
-PLAIN_HEADS = frozenset(
-    {
-        *("apertus", "arcee", "bloom", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text"),
-        *("glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "helium", "hunyuan_v1_dense", "lfm2"),
-        *("llama", "ministral", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
-        *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
-    }
-)
-"""Model types whose logits are their head's output, except for AFTER_THE_HEAD: their loss is chunked by default.
-tests/build/losses/test_loss.py checks a small model of each type."""
 
 Batch = Mapping[str, Tensor]
 Observe = Callable[[str], None]

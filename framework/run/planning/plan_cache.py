@@ -5,7 +5,7 @@ is compared with a plan but does not change it, so plans are shared between limi
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,9 @@ from typing import Any
 from framework.installation import cache_folder, our_files, versions
 from framework.memory.cards import USABLE, assumptions
 from framework.memory.ledger import Plan
+from framework.memory.resolve import resolve
 from framework.schema.config import TrainingConfig
+from framework.schema.heads import DEFAULT_CHUNK, chunks_by_default
 from framework.schema.model import ModelParams
 from framework.schema.objectives import TeacherParams
 
@@ -23,10 +25,15 @@ _LIBRARIES = (
     *("flash-attn", "kernels", "causal-conv1d", "mamba-ssm", "flash-linear-attention"),
 )
 """Packages that a rehearsal runs, or whose absence makes a model run other code."""
-_NO_MATTER = (
-    *(("training", name) for name in ("output_dir", "fallback_dir", "run_name", "seed", "learning_rate", "trackers")),
-    ("data", "train"),
-)
+_NO_MATTER: Mapping[str, tuple[str, ...]] = {
+    "training": (
+        *("output_dir", "fallback_dir", "run_name", "seed", "trackers", "tracker_project", "logging_steps"),
+        *("learning_rate", "lr_scheduler_type", "min_learning_rate", "lr_cycles", "lr_power", "lr_decay_ratio"),
+        *("warmup_steps", "warmup_ratio", "early_stopping_patience"),
+    ),
+    "data": ("train", "mixing", "shuffle_buffer", "cache"),
+}
+"""Keys by section that change nothing in a plan."""
 
 
 def read(config: TrainingConfig) -> Plan | None:
@@ -34,14 +41,17 @@ def read(config: TrainingConfig) -> Plan | None:
     if not _is_known(config):
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
-        # The card's usable memory, and the assumption about it, may have changed since.
-        plan = Plan.from_json(json.loads(_file(config).read_text(encoding="utf-8")))
-        begin = f"{config.gpu.name}: {USABLE} "
-        lines = [line for line in plan.assumptions if not line.startswith(begin)]
-        lines += [line for line in assumptions(config.gpu) if line.startswith(begin)]
-        device = replace(plan.device, usable_bytes=config.gpu.usable_bytes)
-        return replace(plan, device=device, assumptions=tuple(lines))
+        return for_card(Plan.from_json(json.loads(_file(config).read_text(encoding="utf-8"))), config)
     return None
+
+
+def for_card(plan: Plan, config: TrainingConfig) -> Plan:
+    """A plan with the usable memory of a config's card, and the assumption about it, which may have changed since."""
+    begin = f"{config.gpu.name}: {USABLE} "
+    lines = [line for line in plan.assumptions if not line.startswith(begin)]
+    lines += [line for line in assumptions(config.gpu) if line.startswith(begin)]
+    device = replace(plan.device, usable_bytes=config.gpu.usable_bytes)
+    return replace(plan, device=device, assumptions=tuple(lines))
 
 
 def write(config: TrainingConfig, plan: Plan) -> None:
@@ -56,15 +66,25 @@ def write(config: TrainingConfig, plan: Plan) -> None:
         unfinished.replace(file)
 
 
-def _file(config: TrainingConfig) -> Path:
+def question(config: TrainingConfig) -> str:
+    """Everything in a config that its plan depends on, as JSON: equal for configs whose plans are equal, except for the
+    usable memory. Derived values are filled in, as planning does."""
+    with suppress(ValueError):  # the plan refuses a batch that does not divide
+        config = resolve(config)
     document: dict[str, Any] = config.model_dump(mode="json")
-    for section, name in _NO_MATTER:
-        document[section].pop(name)
-    card = document["gpu"]
+    for section, names in _NO_MATTER.items():
+        for name in names:
+            document[section].pop(name)
+    model, card = document["model"], document["gpu"]
+    if model["chunked_loss"] is True or (model["chunked_loss"] is None and chunks_by_default(config)):
+        model["chunked_loss"] = DEFAULT_CHUNK
     card["usable_bytes"] = card["usable_bytes"] is None
     card["sources"].pop("usable_bytes", None)
-    made_with = {**versions(_LIBRARIES), "ours": our_files()}
-    text = json.dumps([document, *map(_files, _models(config)), made_with], sort_keys=True)
+    return json.dumps([document, *map(_files, _models(config))], sort_keys=True)
+
+
+def _file(config: TrainingConfig) -> Path:
+    text = question(config) + json.dumps({**versions(_LIBRARIES), "ours": our_files()}, sort_keys=True)
     return cache_folder("plans") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 

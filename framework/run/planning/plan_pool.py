@@ -108,12 +108,17 @@ class Rehearsals:
 
     def tried(self, configs: Sequence[TrainingConfig]) -> list[Plan | TunesmithError]:
         """The plan of each config, or its error. Raises TunesmithError if the process ended."""
-        found = [plan_cache.read(config) if self._use_cache else None for config in configs]
-        missing = [index for index, plan in enumerate(found) if plan is None]
-        made: list[Plan | TunesmithError | None] = [*found]
-        if missing:
-            for index, answer in zip(missing, self._ask([configs[index] for index in missing]), strict=True):
+        made: list[Plan | TunesmithError | None]
+        made = [plan_cache.read(config) if self._use_cache else None for config in configs]
+        missing = [index for index, plan in enumerate(made) if plan is None]
+        questions = {index: plan_cache.question(configs[index]) for index in missing}
+        first = {text: index for index, text in reversed(questions.items())}  # of configs with equal plans
+        if asked := sorted(first.values()):
+            for index, answer in zip(asked, self._ask([configs[index] for index in asked]), strict=True):
                 made[index] = self._read(configs[index], answer)
+        for index, text in questions.items():
+            same = made[first[text]]
+            made[index] = plan_cache.for_card(same, configs[index]) if isinstance(same, Plan) else same
         return [each for each in made if each is not None]
 
     def _read(self, config: TrainingConfig, answer: Mapping[str, Any]) -> Plan | TunesmithError:

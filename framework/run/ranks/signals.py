@@ -21,7 +21,7 @@ _WARNING = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _ENDING = (signal.SIGTERM, *_WARNING)
 _handlers: list[Callable[[int, FrameType | None], Any]] = []
 """Functions of this module that currently handle a signal."""
-BEFORE_ALL = "left before the first step; nothing was written"
+BEFORE_ALL = "interrupted before the first step; nothing was written"
 
 
 class Interrupt:

@@ -1,9 +1,10 @@
 """Operator calls as operations of the time model (products, bytes, dtype, shape), and fast results of frequent calls.
 
 Torch's Python meta kernels take 30 times as long as `plain_result`, which handles the most frequent cases: pointwise
-calls with one floating-point tensor as large as the result, and numbers or tensors of the same dtype (the result has
-that tensor's shape, dtype and order of dimensions, TensorIterator.cpp: broadcast operands do not determine it); sums
-and means of contiguous tensors; zeros like another tensor; and foreach updates in place, which return nothing.
+calls with one floating-point tensor as large as the result, and numbers or other tensors (the result has that tensor's
+shape and order of dimensions, TensorIterator.cpp: broadcast operands do not determine it); products of matrices; joined
+tensors; sums and means of contiguous tensors; zeros like another tensor; and foreach updates in place, which return
+nothing.
 tests/run/rehearsal/test_pointwise.py compares with torch.
 """
 
@@ -42,13 +43,20 @@ _UPDATES = frozenset(
 def plain_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of `func(*args, **kwargs)`, or None when it is not of the plain cases."""
     if func is aten.zeros_like.default:
-        is_plain = not kwargs.keys() - {"memory_format"} and args[0].device.type == "meta"
-        return torch.empty_like(args[0], **kwargs) if is_plain else None
+        is_plain = not kwargs.keys() - {"memory_format", "pin_memory"} and not kwargs.get("pin_memory")
+        return torch.empty_like(args[0], **kwargs) if is_plain and args[0].device.type == "meta" else None
     if kwargs:
         return None
     if func is aten._foreach_sqrt.default:
         found = list(map(_like, args[0]))
         return None if any(each is None for each in found) else found
+    if func is aten.mm.default or func is aten.addmm.default:
+        return _product(*args[-2:])
+    if func is aten.cat.default:
+        return _joined(*args)
+    if func is aten.slice_backward.default:
+        is_plain = args[0].device.type == "meta"
+        return torch.empty(args[1], dtype=args[0].dtype, device="meta") if is_plain else None
     if func in _REDUCTIONS:
         return _reduced(*args)
     if func in _UNARY or (func in _BINARY and len(args) == 2 and isinstance(args[1], int | float)):
@@ -70,12 +78,44 @@ def _reduced(tensor: torch.Tensor, dims: Sequence[int] | None = None, keeps: boo
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def _of_two(left: torch.Tensor, right: Any) -> torch.Tensor | None:
-    if not isinstance(right, torch.Tensor) or left.dtype != right.dtype or left.device != right.device:
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """The product of two matrices of the same dtype; what is added to it changes nothing of its shape."""
+    if left.dtype != right.dtype or left.dim() != 2 or left.device.type != "meta" or left.shape[1] != right.shape[0]:
         return None
+    return torch.empty((left.shape[0], right.shape[1]), dtype=left.dtype, device="meta")
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
+    """Several tensors of one dtype next to each other, in the plain order of dimensions. Images have another one."""
+    first, dims = parts[0], parts[0].dim()
+    is_plain = all(part.dtype == first.dtype and part.dim() == dims and part.device.type == "meta" for part in parts)
+    is_image = dims in (4, 5) and any(part.stride(1) <= part.stride(-1) or part.stride(-1) != 1 for part in parts)
+    if not is_plain or is_image or not dims:
+        return None
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    if any(len(part) == 0 for part in parts):
+        return None
+    return torch.empty(shape, dtype=first.dtype, device="meta")
+
+
+def _of_two(left: torch.Tensor, right: Any) -> torch.Tensor | None:
+    if not isinstance(right, torch.Tensor) or left.device != right.device:
+        return None
+    if left.dtype != right.dtype:
+        return _of_two_dtypes(left, right)
     if _covers(left, right):
         return _like(left)
     return _like(right) if _covers(right, left) and sum(size > 1 for size in left.shape) < 2 else None
+
+
+def _of_two_dtypes(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """The same of two floating-point tensors with dimensions, of which the left one has the shape of the result."""
+    are_floating = left.is_floating_point() and right.is_floating_point() and left.dim() and right.dim()
+    if not are_floating or not _covers(left, right) or (found := _like(left)) is None:
+        return None
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    return found if found.dtype == dtype else torch.empty_like(found, dtype=dtype)
 
 
 def _covers(large: torch.Tensor, small: torch.Tensor) -> bool:

@@ -5,10 +5,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from framework.build.losses.loss import PLAIN_HEADS, build_loss, chunk_size, full_loss, head_is_last
+from framework.build.losses.loss import build_loss, chunk_size, full_loss, head_is_last
 from framework.errors import RequestError
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
+from framework.schema.config import TrainingConfig
+from framework.schema.heads import AFTER_THE_HEAD, CHANGES_LOGITS, PLAIN_HEADS, chunks_by_default
 from framework.schema.model import ModelParams
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows
 
@@ -52,6 +54,10 @@ def test_a_known_plain_head_is_one_and_gets_chunks_where_nobody_says(model_type)
     built = AutoModelForCausalLM.from_config(settings, attn_implementation="eager").eval()
     assert chunk_size(ModelParams(), built) == 1024
     assert head_is_last(built, {"input_ids": torch.arange(4).unsqueeze(0)})
+    asked = TrainingConfig(model={"architecture": {"model_type": model_type}}, training={"task": "pretrain"})
+    written = AutoConfig.for_model(model_type).get_text_config().to_dict()
+    is_neutral = all(written.get(name) in (None, neutral) for name, neutral in AFTER_THE_HEAD.items())
+    assert chunks_by_default(asked) == (model_type not in CHANGES_LOGITS) == is_neutral
 
 
 def test_a_model_of_no_known_plain_head_has_all_logits_where_nobody_says():

@@ -6,8 +6,9 @@ import pytest
 
 from framework.memory.cards import read_card
 from framework.memory.planning import make_plan
-from framework.run.planning import plan_cache
+from framework.run.planning import plan_cache, plan_pool
 from framework.run.rehearsal.rehearse import record
+from framework.schema.choices import TorchDtype
 from framework.schema.config import TrainingConfig
 from tests.tiny import LLAMA
 
@@ -64,3 +65,41 @@ def test_what_is_planned_otherwise_is_not_read():
     assert plan_cache.read(config(rows=2)) is None
     assert plan_cache.read(config(usable_bytes=None)) is None
     assert plan_cache.read(config(capacity_bytes=10**10)) is None
+
+
+def changed(section="training", **values):
+    asked = config()
+    part = getattr(asked, section).model_copy(update=values)
+    return asked.model_copy(update={section: part})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        changed(learning_rate=1.0, warmup_steps=5, output_dir="/elsewhere", logging_steps=7),
+        changed(global_batch_size=None, gradient_accumulation_steps=2),
+        changed("model", chunked_loss=1024),
+        changed("model", chunked_loss=True),
+        changed("model", torch_dtype_str=TorchDtype.FLOAT32),
+    ],
+)
+def test_other_words_for_the_same_run_have_its_plan(other):
+    assert plan_cache.question(other) == plan_cache.question(config())
+    assert make_plan(record(other)) == make_plan(record(config()))
+
+
+def test_a_batch_that_does_not_divide_is_another_question():
+    assert plan_cache.question(changed(global_batch_size=3, per_device_train_batch_size=2)) != ""
+
+
+def test_equal_questions_are_asked_once_and_answered_for_each_card(monkeypatch):
+    asked, made = [], make_plan(record(config()))
+    answer = {"plan": made.to_json()}
+    monkeypatch.setattr(plan_pool.Rehearsals, "_ask", lambda _, configs: asked.extend(configs) or [answer])
+    same = changed("model", chunked_loss=1024)
+    smaller = same.model_copy(update={"gpu": same.gpu.model_copy(update={"usable_bytes": 10**6})})
+    with plan_pool.Rehearsals(use_cache=False) as rehearsals:
+        plans = rehearsals.plans([config(), same, smaller])
+    assert len(asked) == 1
+    assert [plan.fits for plan in plans] == [True, True, False]
+    assert plans[1] == made

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from framework.build.losses.loss import DEFAULT_CHUNK
 from framework.memory.cards import card_of_size, read_card, smallest
 from framework.memory.ledger import Plan
-from framework.memory.planning import CHUNK, HOST_BASE_BYTES, NCCL_BYTES, WORKER_BYTES, make_plan
+from framework.memory.planning import HOST_BASE_BYTES, NCCL_BYTES, WORKER_BYTES, make_plan
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
 from tests.tiny import LLAMA, tiny_config
@@ -62,7 +61,6 @@ def test_chunks_save_the_logits_and_are_the_first_advice_when_these_are_the_larg
     assert "model.chunked_loss=true" in whole.warnings[0]
     assert figures == [pytest.approx(saved / GIB, rel=0.25)]
     assert chunked.warnings == ()
-    assert CHUNK == DEFAULT_CHUNK
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(22, marks=pytest.mark.slow)])

@@ -77,7 +77,7 @@ def test_nohup_and_handlers_of_others_stay_in_effect(number):
 
 def test_while_rows_are_read_nothing_is_written(corpus, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(opening, "read_inputs", press)
-    with pytest.raises(Interrupted, match="left before the first step; nothing was written"):
+    with pytest.raises(Interrupted, match="interrupted before the first step; nothing was written"):
         train(config(corpus, tmp_path / "run"), planner=None, quiet=True)
     assert not (tmp_path / "run").exists()
 
@@ -86,7 +86,7 @@ def test_while_rows_are_read_nothing_is_written(corpus, tmp_path, monkeypatch): 
 def test_before_the_first_step_nothing_is_waited_for(corpus, tmp_path, monkeypatch, at):  # noqa: F811
     monkeypatch.setattr(trainer, at, press)
     monkeypatch.setattr(trainer, "launch_step", lambda *_: pytest.fail("went on"))
-    with pytest.raises(Interrupted, match=r"left before the first step, and nothing was saved; .*--overwrite"):
+    with pytest.raises(Interrupted, match=r"interrupted before the first step, and nothing was saved; .*--overwrite"):
         train(config(corpus, tmp_path / "run"), planner=None, quiet=True)
 
 
@@ -102,7 +102,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint(corpus, 
 
     monkeypatch.setattr(trainer, "launch_step", pressed_twice)
     made = config(corpus, tmp_path / "run", training={"max_steps": 6, "save_steps": 2})
-    with pytest.raises(Interrupted, match="left after step 3; continue with --resume from step 2"):
+    with pytest.raises(Interrupted, match="interrupted after step 3; continue with --resume from step 2"):
         train(made, planner=None, quiet=True)
 
 

@@ -1,6 +1,7 @@
 """Memory growth from step to step: reported within 20 steps, and distinguished from varying lengths."""
 
 import json
+import mmap
 import random
 import re
 
@@ -126,7 +127,10 @@ def test_a_run_that_really_keeps_memory_is_warned_and_its_folder_says_so(
     kept = []
 
     def leaking(*arguments):
-        kept.append(torch.ones(4 * MIB))
+        kept.append(
+            mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        )  # malloc may have a free block
+        kept[-1][::4096] = bytes([1]) * (16 * MIB // 4096)
         return launch_step(*arguments)
 
     monkeypatch.setattr(trainer, "launch_step", leaking)

@@ -32,6 +32,17 @@ CASES = [
     (aten.sum.dim_IntList, (empty(2, 16, 8, dtype=torch.float32), [0, -1])),
     (aten.zeros_like.default, (HEADS,)),
     (aten.zeros_like.default, (empty(2, 3, dtype=torch.int64),)),
+    (aten.mul.Tensor, (HEADS, empty(1, 1, 16, 8, dtype=torch.float32))),
+    (aten.mul.Tensor, (empty(2, 3, dtype=torch.float32), empty(2, 3))),
+    (aten.add.Tensor, (empty(2, 3), empty(2, 3, dtype=torch.float32))),
+    (aten.sub.Tensor, (empty(4, 2, dtype=torch.float32).T, empty(4, dtype=torch.float64))),
+    (aten.mm.default, (empty(2, 5), empty(3, 5).T)),
+    (aten.addmm.default, (empty(3), empty(2, 5), empty(3, 5).T)),
+    (aten.addmm.default, (empty(2, 3), empty(2, 5), empty(5, 3))),
+    (aten.cat.default, ([HEADS[..., 4:], HEADS[..., :4]], -1)),
+    (aten.cat.default, ([empty(2, 3), empty(4, 3)],)),
+    (aten.cat.default, ([empty(2, 3, 4).transpose(1, 2), empty(2, 3, 4).transpose(1, 2)], 2)),
+    (aten.slice_backward.default, (HEADS[..., 4:], [2, 4, 16, 8], 3, 4, 8, 1)),
 ]
 
 
@@ -45,13 +56,18 @@ def test_same_shape_strides_and_dtype(function: object, args: tuple[torch.Tensor
 @pytest.mark.parametrize(
     ("function", "args"),
     [
-        (aten.mul.Tensor, (empty(2, 3), empty(2, 3, dtype=torch.float32))),
+        (aten.mul.Tensor, (empty(3), empty(2, 3, dtype=torch.float32))),
+        (aten.mul.Tensor, (empty(2, 3), empty(dtype=torch.float32))),
+        (aten.cat.default, ([empty(2, 3, 4, 5).to(memory_format=torch.channels_last)] * 2,)),
+        (aten.cat.default, ([empty(2, 3), empty(2, 3, dtype=torch.float32)],)),
+        (aten.cat.default, ([empty(0), empty(2, 3)],)),
         (aten.mul.Tensor, (empty(2, 1), empty(1, 3))),
         (aten.mul.Tensor, (empty(1, 3).expand(2, 3), empty(3))),
         (aten.div.Tensor, (empty(3, 1, 5), empty(3, 4, 5))),
         (aten.add.Tensor, (torch.empty(2), torch.empty(2))),
         (aten.add.Tensor, (empty(2, dtype=torch.int64), empty(2, dtype=torch.int64))),
-        (aten.mm.default, (empty(2, 2), empty(2, 2))),
+        (aten.mm.default, (empty(2, 2), empty(2, 2, dtype=torch.float32))),
+        (aten.bmm.default, (empty(2, 2, 2), empty(2, 2, 2))),
         (aten.sum.dim_IntList, (HEADS, [0])),
         (aten.sum.dim_IntList, (empty(2, 3, dtype=torch.int64), [0])),
         (aten.mean.dim, (empty(2, 3), None)),
