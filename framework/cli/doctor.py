@@ -20,7 +20,6 @@ from framework.cli.printing import (
 )
 from framework.errors import Problem, RequestError
 from framework.installation import versions
-from framework.run.planning.measurements import Measurements
 
 
 def doctor(
@@ -69,6 +68,8 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
                 [Problem("--output", f"{output} is not a YAML file", expected="a name that ends in .yaml")]
             )
         check_writable(output, "--output")
+    from framework.run.planning.measurements import Measurements  # the schema, which --help does without
+
     with Measurements() as measured:  # it loads its libraries while this process does
         from framework.run.planning.calibrate import calibrate, calibrate_host, has_card, section, to_card
 
@@ -89,6 +90,8 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
 
 
 def _compare(as_json: bool) -> int:
+    from framework.run.planning.measurements import Measurements
+
     with Measurements() as measured:
         from framework.run.planning.measure import compare, summary
 

@@ -57,7 +57,7 @@ KEYS = {
     "terms": TERMS,
     "step_peak": {*PEAK, "terms"},
     "step": {"seconds", "tokens_per_second", "model_flops", "bound_by"},
-    "host": {"processes", "other_bytes", "pinned_bytes", "load_bytes", "all_bytes"},
+    "host": {"processes", "other_bytes", "pinned_bytes", "load_bytes", "all_bytes", "end_bytes"},
     "batch": {"per_device", "accumulation", "world", "global", "sequence_length", "context", "tensor"},
     "parameters": {"total", "trainable"},
 }
