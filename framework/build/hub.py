@@ -9,7 +9,6 @@ from huggingface_hub import constants
 from safetensors import SafetensorError
 
 from framework.errors import Problem, RequestError
-from framework.hub import hub_is_reachable as hub_is_reachable
 from framework.paths import special_files
 
 UNLOADABLE = (ImportError, OSError, ValueError, RuntimeError, SafetensorError)

@@ -11,9 +11,10 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from framework.build.hub import hub_is_reachable, one_line, require_regular_files
+from framework.build.hub import one_line, require_regular_files
 from framework.compose.trained_folders import describe_trained
 from framework.errors import Problem, RequestError
+from framework.hub import hub_is_reachable
 from framework.paths import open_regular, path_like, read_regular
 from framework.schema.model import ModelParams
 

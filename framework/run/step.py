@@ -18,7 +18,8 @@ from framework.build.optimizers.clipping import clip_gradients, gradient_norms
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.optimizers.weights_average import average_follows
 from framework.build.scaler import forget_skipped_steps, found_inf_of, takes_found_inf
-from framework.build.tasks import Precomputed, reference_of
+from framework.build.tasks import reference_of
+from framework.build.tasks.reference import Precomputed
 from framework.errors import NonFinite
 from framework.schema.plural import counted
 

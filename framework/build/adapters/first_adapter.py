@@ -18,13 +18,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-from framework.build.hub import hub_is_reachable, one_line
+from framework.build.hub import one_line
 from framework.build.model_folder import local_folder
 from framework.build.place import Place
 from framework.build.ranks import local_part, shard_number
 from framework.build.seeds import mixed
 from framework.compose.own_adapter import find_adapter
 from framework.errors import Problem, RequestError
+from framework.hub import hub_is_reachable
 from framework.paths import open_regular
 from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import LoraInit

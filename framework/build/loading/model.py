@@ -16,7 +16,7 @@ from framework.build.attention.flex_attention import NAME as FLEX_ATTENTION
 from framework.build.attention.flex_attention import know_flex_attention
 from framework.build.attention.ring_attention import NAME as RING_ATTENTION
 from framework.build.attention.ring_attention import know_ring_attention
-from framework.build.hub import hub_is_reachable, leave_to_run_code, nearest, one_line
+from framework.build.hub import leave_to_run_code, nearest, one_line
 from framework.build.loading.config_values import (
     explain_refusal,
     refuse_impossible_values,
@@ -38,6 +38,7 @@ from framework.build.model_folder import (
 from framework.build.place import TORCH_DTYPES, Place, rehearsal_place
 from framework.build.text.tokenizer import END_TOKEN_ID
 from framework.errors import Problem, RequestError
+from framework.hub import hub_is_reachable
 from framework.schema.architecture import laid_over
 from framework.schema.choices import PeftMethod, TorchDtype
 from framework.schema.config import TrainingConfig

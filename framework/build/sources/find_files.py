@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from framework.activity import doing
-from framework.build.hub import hub_is_reachable, nearest, one_line
+from framework.build.hub import nearest, one_line
 from framework.build.sources.files import endings, is_read
 from framework.errors import Problem, RequestError
+from framework.hub import hub_is_reachable
 from framework.installation import cache_folder
 from framework.paths import read_regular
 from framework.schema.data import Split

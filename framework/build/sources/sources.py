@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
+from framework.build.hub import hub_host, nearest, one_line
 from framework.build.sources.files import Fault, Record, is_read, read_records, stream_records, without_nulls
 from framework.build.sources.find_files import (
     PYTHON_ROWS,
@@ -29,6 +29,7 @@ from framework.build.text.format_rows import Values
 from framework.build.text.format_table import FORMS, Form
 from framework.build.text.row_formats import choose_form
 from framework.errors import Problem, RequestError
+from framework.hub import hub_is_reachable
 from framework.schema.choices import RowFormat
 from framework.schema.data import DatasetParams, Split, parse_split
 from framework.schema.plural import counted

@@ -11,28 +11,10 @@ from framework.build.place import Place
 from framework.build.tasks.next_token import Distillation, NextToken
 from framework.build.tasks.objective import Objective
 from framework.build.tasks.preference import BradleyTerry, PairLoss, Pairs, SingleLoss, Singles, build_preference
-from framework.build.tasks.reference import (
-    FirstAdapter,
-    Precomputed,
-    Reference,
-    WithFirstAdapter,
-    WithoutAdapter,
-    build_reference,
-    frozen_copy,
-)
+from framework.build.tasks.reference import FirstAdapter, Reference, build_reference, frozen_copy
 from framework.build.tasks.rows import build_row_objective
 from framework.schema.config import TrainingConfig
 from framework.schema.tasks import Task
-
-__all__ = [
-    "Precomputed",
-    "WithFirstAdapter",
-    "WithoutAdapter",
-    "build_frozen_model",
-    "build_objective",
-    "describe_frozen_model",
-    "reference_of",
-]
 
 
 def build_frozen_model(

@@ -9,10 +9,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from framework.build.hub import cached_models, hub_host, hub_is_reachable, leave_to_run_code, nearest, one_line
+from framework.build.hub import cached_models, hub_host, leave_to_run_code, nearest, one_line
 from framework.build.model_folder import local_folder, missing_folder, read_object, require_readable
 from framework.build.text.named_templates import read_template
 from framework.errors import Problem, RequestError
+from framework.hub import hub_is_reachable
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
 from framework.schema.plural import counted

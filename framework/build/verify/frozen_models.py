@@ -10,7 +10,8 @@ from framework.build.adapters.quantize import kind_name, quantized_kinds, weight
 from framework.build.assembly import Assembly
 from framework.build.model.freeze import fingerprint
 from framework.build.place import TORCH_DTYPES
-from framework.build.tasks import Precomputed, WithFirstAdapter, WithoutAdapter, reference_of
+from framework.build.tasks import reference_of
+from framework.build.tasks.reference import Precomputed, WithFirstAdapter, WithoutAdapter
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import TorchDtype
 from framework.schema.plural import counted

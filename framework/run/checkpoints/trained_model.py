@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from framework.build.adapters.quantize import is_quantized, keep_packing, quantize
-from framework.build.hub import hub_is_reachable, leave_to_run_code, one_line
+from framework.build.hub import leave_to_run_code, one_line
 from framework.build.loading.bases import BASE, Base, differences, read_base
 from framework.build.loading.model import build_model, read_architecture, unreported
 from framework.build.loading.unmatched import sort_unmatched
@@ -22,6 +22,7 @@ from framework.build.place import autocast_dtype, real_place
 from framework.build.resolve_model import settle
 from framework.compose.own_adapter import BASE_RECORD
 from framework.errors import Problem, RequestError
+from framework.hub import hub_is_reachable
 from framework.run.checkpoints.export import BASE_FOLDER
 from framework.run.checkpoints.saved_model import (
     ADAPTER_FILE,

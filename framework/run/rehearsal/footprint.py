@@ -25,7 +25,8 @@ from framework.build.model.parts import causal_model, ends_of, transformer_block
 from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.optimizers.weights_average import AVERAGE
 from framework.build.ranks import local_part
-from framework.build.tasks import WithFirstAdapter, WithoutAdapter, reference_of
+from framework.build.tasks import reference_of
+from framework.build.tasks.reference import WithFirstAdapter, WithoutAdapter
 from framework.memory.trace import Footprint, Kind, Space
 from framework.run.rehearsal.tracker import Tracker
 from framework.run.state import trained_state
