@@ -27,7 +27,7 @@ LISTED = 40
 SECONDS = 60
 """After which a row is ended."""
 CALLS = 60
-"""Of each kind, in one look at the host's speed: about a millisecond."""
+"""Calls of each kind in one measurement of the host's speed: about a millisecond."""
 
 
 def measure(row: Mapping[str, Any]) -> dict[str, Any]:

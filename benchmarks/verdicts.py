@@ -59,7 +59,7 @@ MODELS = (
     "smollm3_3b",
 )
 WAYS = {"full": "none", "lora": "lora", "qlora": "qlora"}
-"""How a model is trained -> its `peft=`."""
+"""Way to train -> its `peft=`."""
 ROWS: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("classify", "quickstart")},
     **{f"{model}_{way}": ("chat", f"model={model}", f"peft={WAYS[way]}") for model in MODELS for way in WAYS},

@@ -28,7 +28,7 @@ usual 1e-8 a gradient near 0 makes a whole rate of it, on one processor and not 
 
 
 def on_two(look: Look, folder: Path, world: int = 2) -> list[dict[str, Any]]:
-    """What `look`, a function that can be pickled, found on each rank."""
+    """Results of `look`, a function that can be pickled, on each rank."""
     (folder / "look.pickle").write_bytes(pickle.dumps(look))
     for rank in ended(start("import sys, tests.sharded; tests.sharded.found()", str(folder), world=world)):
         assert rank.code == 0, rank.err

@@ -83,7 +83,7 @@ FORMAT = {
         (
             "_ALL = (\n",
             """_ALL = (
-    Form(
+    Format(
         RowFormat.RIDDLE,
         needs=("riddle", "solution"),
         also=(),
@@ -128,7 +128,7 @@ import torch
 from framework.build.assembly import assemble
 from framework.build.loading.model import read_architecture
 from framework.build.place import real_place
-from framework.build.text.row_formats import detect_form
+from framework.build.text.row_formats import detect_format
 from framework.build.verify import verify
 from framework.build.verify.optimizer import read_optimizer
 from framework.checks import check_request
@@ -160,8 +160,8 @@ found["card"] = report.composition.config.gpu.usable_bytes
 found["detected"] = [card.name for card in parse_nvidia_smi("0, GPU-a, NVIDIA Abacus, 12288, 8.6, [N/A]")]
 check_allowed(["training.humming"])
 found["free"] = "training.humming" in freedom(())
-form = detect_form(["riddle", "solution"], {})
-found["form"] = [str(form.name), form.read({"riddle": "a", "solution": "b"})["completion"]]
+found_format = detect_format(["riddle", "solution"], {})
+found["form"] = [str(found_format.name), found_format.read({"riddle": "a", "solution": "b"})["completion"]]
 print(json.dumps(found))
 """
 

@@ -37,7 +37,7 @@ def _little_is_preloaded(monkeypatch):
 
 
 def measured(row):
-    """What a process finds, as the row says."""
+    """Result of a process, as the row says."""
     if row.get("fails"):
         raise ValueError("no")
     import os

@@ -122,13 +122,13 @@ def test_every_written_value_arrives_in_the_config(name: str) -> None:
 
 @pytest.fixture
 def transformers_says(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What transformers logs in this test, its once-only warnings included."""
-    said: list[str] = []
+    """Messages that transformers logs in this test, including once-only warnings."""
+    messages: list[str] = []
     handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr(handler, "emit", lambda record: messages.append(record.getMessage()))
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
     transformers_logging.warning_once.cache_clear()
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("name", first(9, PUBLISHED))

@@ -1,5 +1,5 @@
 """The pages about data and tasks: what they tell to write composes, passes the check and reads rows; what they tell to
-type is understood; and keys, forms and answers that they name are there."""
+type is understood; and keys, row formats and answers that they name exist."""
 
 import inspect
 import json
@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import framework
 from framework.build.data.prepare import read_splits
-from framework.build.text.format_table import FORMS
+from framework.build.text.format_table import FORMATS
 from framework.build.text.row_formats import tasks_for
 from framework.checks import TRAIN, check_request
 from framework.cli.app import app
@@ -54,7 +54,7 @@ NAMED = [
 
 
 def commands(page: str) -> list[str]:
-    """What follows `tunesmith` in blocks and in the middle of a line."""
+    """Arguments after `tunesmith` in blocks and within lines."""
     text = (DOCS / page).read_text()
     blocks = re.findall(r"^(?:    |\$ )tunesmith (.*)$", text, re.M)
     return [*blocks, *re.findall(r"`tunesmith ([^`]+)`", text)]
@@ -106,16 +106,16 @@ def test_forms_are_as_the_table_says() -> None:
     found = {}
     for line in (DOCS / "data.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if len(cells) == 3 and cells[0].strip("` ") in FORMS:
+        if len(cells) == 3 and cells[0].strip("` ") in FORMATS:
             found[cells[0].strip("` ")] = cells[1:]
-    assert set(found) == {str(form) for form in FORMS}
+    assert set(found) == {str(row_format) for row_format in FORMATS}
     for name, (columns, tasks) in found.items():
-        form = FORMS[RowFormat(name)]
+        row_format = FORMATS[RowFormat(name)]
         needs, _, also = (re.sub(r"\([^)]*\)", "", columns)).partition("[")
-        if form.name is not RowFormat.LABELLED:  # whose columns have other names as well
-            assert set(re.findall(r"`(\w+)`", needs)) == set(form.needs)
-            assert set(re.findall(r"`(\w+)`", also)) == set(form.also)
-        assert set(re.findall(r"[a-z]+", re.sub(r"\([^)]*\)", "", tasks))) == set(map(str, tasks_for(form.name)))
+        if row_format.name is not RowFormat.LABELLED:  # whose columns have other names as well
+            assert set(re.findall(r"`(\w+)`", needs)) == set(row_format.needs)
+            assert set(re.findall(r"`(\w+)`", also)) == set(row_format.also)
+        assert set(re.findall(r"[a-z]+", re.sub(r"\([^)]*\)", "", tasks))) == set(map(str, tasks_for(row_format.name)))
 
 
 def test_rows_from_python_are_given_as_train_takes_them(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""What a message proposes is accepted by the verb that it proposes."""
+"""Proposals in messages are accepted by the verb that they are for."""
 
 import shlex
 from pathlib import Path

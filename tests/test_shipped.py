@@ -1,4 +1,4 @@
-"""What ships: each recipe and preset composes, is short, and says what it is for."""
+"""Shipped files: each recipe and preset composes, is short, and says what it is for."""
 
 import pytest
 

@@ -25,7 +25,7 @@ config.training.learning_rat
 
 
 def exported() -> set[str]:
-    """What the package exports for type checkers: names imported as themselves, with a star, or assigned."""
+    """Exports of the package for type checkers: names imported as themselves, with a star, or assigned."""
     tree = ast.parse((ROOT / "framework" / "__init__.py").read_text())
     [block] = [node for node in tree.body if isinstance(node, ast.If)]
     found: set[str] = set()

@@ -46,8 +46,8 @@ def quick_and_slow(quick, slow):
 
 
 def probes():
-    """Of each recipe and class of kernels, the plan that most cards of the class have their verdict from. CI computes
-    one class of one of the smallest recipes, by lot: all take four minutes of a core, and more of a busy one."""
+    """For each recipe and class of kernels, the plan behind most verdicts of the class. CI computes one class of one of
+    the smallest recipes, at random: all take four minutes of a core, and more of a busy one."""
     lot = random.Random(10)
     for recipe, rows in VERDICTS.items():
         quick = lot.choice(list(classes()))

@@ -86,7 +86,7 @@ def recipe_text(model: str, data: str, peft: str, row_format: str) -> str:
 
 def _row_format(data: str) -> str:
     """Row format of a JSON Lines file, from its first row; `messages` for other files, which `check` examines."""
-    from framework.build.text.row_formats import KINDS, detect_form
+    from framework.build.text.row_formats import KINDS, detect_format
     from framework.schema.tasks import Task
 
     try:
@@ -95,7 +95,7 @@ def _row_format(data: str) -> str:
     except (OSError, ValueError):
         return "messages"
     for task in (Task.PREFERENCE, Task.CLASSIFICATION, Task.SFT):
-        found = detect_form(tuple(row), {}, task) if isinstance(row, dict) else None
+        found = detect_format(tuple(row), {}, task) if isinstance(row, dict) else None
         if found is not None and found.name in KINDS[task]:
             return str(found.name)
     return "messages"

@@ -298,9 +298,9 @@ def _form(t: Translation, item: str) -> dict[str, Any]:
         return {"format": "unpaired" if is_unpaired else "preference"} | ({"columns": columns} if columns else {})
     if kind.startswith(("chat_template", "sharegpt")):
         is_sharegpt = content == "value" or kind.startswith("sharegpt")
-        form, column = ("sharegpt", "conversations") if is_sharegpt else ("messages", "messages")
+        row_format, column = ("sharegpt", "conversations") if is_sharegpt else ("messages", "messages")
         theirs = messages or column
-        return {"format": form} | ({"columns": {column: theirs}} if theirs != column else {})
+        return {"format": row_format} | ({"columns": {column: theirs}} if theirs != column else {})
     if kind == "alpaca":
         return {"format": "alpaca"}
     if kind in ("completion", "pretrain"):

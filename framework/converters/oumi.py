@@ -139,9 +139,9 @@ def _source(t: Translation, item: str) -> tuple[dict[str, Any], list[str]]:
         if source.get(f"{item}.{theirs}") is not None:
             made[ours] = source.get(f"{item}.{theirs}")
             used.append(f"{item}.{theirs}")
-    form = table("oumi")["formats"].get(str(name).lower())
-    if form:
-        made["format"] = form
+    row_format = table("oumi")["formats"].get(str(name).lower())
+    if row_format:
+        made["format"] = row_format
     for theirs, ours in table("oumi")["columns"].items():
         column = source.get(f"{item}.dataset_kwargs.{theirs}")
         if column is not None:

@@ -120,7 +120,7 @@ def _data(t: Translation) -> None:
         kind = component(t, section)
         if not kind:
             continue
-        path, form = rows["sources"].get(kind, (None, rows["formats"].get(kind)))
+        path, row_format = rows["sources"].get(kind, (None, rows["formats"].get(kind)))
         made = {"path": source.get(f"{section}.source") or path}
         if made["path"] is None or source.has(f"{section}.data_files"):
             made["path"] = source.get(f"{section}.data_files") or made["path"]
@@ -130,12 +130,12 @@ def _data(t: Translation) -> None:
             continue
         split = source.get(f"{section}.split")
         made |= {"split": split} if split not in (None, "train") else {}
-        made |= {"format": form} if form else {}
+        made |= {"format": row_format} if row_format else {}
         shape, named = _rows(t, section, kind)
         keys = [f"{section}.{name}" for name in ("_component_", "source", "data_files", "split")]
         t.put(ours, [made | shape], *keys, *named)
         learns = source.get(f"{section}.train_on_input")
-        if section == "dataset" and (learns is True or (form == "alpaca" and learns is None)):
+        if section == "dataset" and (learns is True or (row_format == "alpaca" and learns is None)):
             comment = "" if learns else _PROMPTS_TOO
             t.put("data.supervise", "all", f"{section}.train_on_input", comment=comment)
     partition = re.fullmatch(r"(\d+)-(\d+)/(\d+)", source.text("dataset.partition"))

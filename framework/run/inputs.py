@@ -62,7 +62,7 @@ def read_inputs(config: TrainingConfig, given: RowsFromPython = NO_ROWS, console
         config = with_labels(config, data.targets)
         fit_head(config, architecture)
         pad_like(architecture, tokenizer)
-    prompts = encode_sample_prompts(config, tokenizer, data.form) if config.training.sample_prompts else ()
+    prompts = encode_sample_prompts(config, tokenizer, data.row_format) if config.training.sample_prompts else ()
     return Inputs(config, architecture, tokenizer, data, prompts)
 
 

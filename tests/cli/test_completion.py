@@ -1,4 +1,4 @@
-"""What bash, zsh and fish are given after Tab."""
+"""Completions that bash, zsh and fish get after Tab."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ SHELLS = {
 
 
 def offered(monkeypatch, capsys, arguments: str, shell: str = "fish") -> str:
-    """What is printed for the words typed so far, which exits with 0."""
+    """Output for the text typed so far, with exit code 0."""
     for name, value in SHELLS[shell](arguments).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("_TUNESMITH_COMPLETE", f"complete_{shell}")

@@ -174,7 +174,7 @@ def test_nothing_fits_is_exit_3_with_the_closest_and_a_card_that_would(arithmeti
 
 @pytest.mark.parametrize("card", ["rtx3060_12gb", "rtx3090_24gb"])
 def test_the_host_memory_of_this_machine_counts_where_the_card_is_its(arithmetic, run, write, monkeypatch, card):
-    """Of another machine nothing is known but what the proposal needs there."""
+    """Of another machine only the requirements of the proposal are known."""
     arguments = (
         "training.optimizer_offload=host",
         "--pin",

@@ -20,7 +20,7 @@ ROWS = {
 
 @pytest.fixture
 def shown(write, monkeypatch):
-    """What was shown of the recipe, in order; the plan says that it fits."""
+    """The parts of the recipe that were shown, in order; the plan says that it fits."""
     calls = []
     for verb, module in (("check", "look"), ("data", "look"), ("plan", "plan")):
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Where each value came from, the resolved YAML, differences, and living inside another Hydra application."""
+"""The origin of each value, the resolved YAML, differences, and use inside another Hydra application."""
 
 import copy
 from pathlib import Path

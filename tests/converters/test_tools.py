@@ -1,4 +1,4 @@
-"""What becomes of the keys of each tool, in small texts: our values, with the meaning that theirs have there."""
+"""Conversion of the keys of each tool, in small texts: our values have the meaning that theirs have there."""
 
 from pathlib import Path
 

@@ -30,7 +30,7 @@ _changed: list[str] | None = None
 
 
 class Done(NamedTuple):
-    """What came of a command."""
+    """Result of a command."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""How much is tried and from which seed: of the sample of `make test`, and of `make faults`."""
+"""The number of trials and their seed: in the sample of `make test`, and in `make faults`."""
 
 import os
 import random
@@ -18,7 +18,7 @@ settings.register_profile(
 
 
 def count(quick: T, long: T) -> T:
-    """How many, or which, are tried in this run."""
+    """The number, or names, of the trials in this run."""
     return {"quick": quick, "long": long}[LENGTH]
 
 

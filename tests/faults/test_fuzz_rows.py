@@ -1,4 +1,4 @@
-"""Rows of any form with anything in them are learned from, or refused with their place in the file."""
+"""Rows of any format and content are trained on, or refused with their place in the file."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which attention kernel a card takes, by the constraints of sdp_utils.cpp."""
+"""The attention kernel that a card takes, by the constraints of sdp_utils.cpp."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which band of uncertainty a plan has."""
+"""The band of uncertainty of a plan."""
 
 import pytest
 

@@ -87,7 +87,7 @@ def write_memory(folder: Path, last_step: int | None, baseline: int = 0, **chang
 
 
 def export(folder: Path) -> None:
-    """What a run writes last."""
+    """The last file of a run."""
     (folder / "final").mkdir(exist_ok=True)
     (folder / "final" / "model.safetensors").touch()
 

@@ -1,4 +1,4 @@
-"""How a run ended, read from the files in its folder."""
+"""The end of a run, read from the files in its folder."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a plan looks like in a terminal."""
+"""A plan in a terminal."""
 
 from dataclasses import replace
 from io import StringIO

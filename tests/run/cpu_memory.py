@@ -1,4 +1,4 @@
-"""What tensors take on the CPU, from the allocator's own events: a peak to the byte, where resident memory is pages."""
+"""Bytes of tensors on the CPU, from the allocator's own events: a peak to the byte (resident memory counts pages)."""
 
 from collections.abc import Callable
 

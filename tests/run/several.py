@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended, and after how many seconds of its own."""
+    """The end of one rank, and its own seconds."""
 
     code: int
     out: str

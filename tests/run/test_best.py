@@ -18,7 +18,7 @@ from framework.schema.training import TrainingParams
 from tests.tiny import LLAMA
 
 LOSSES = [5.0, 4.0, 3.0, 3.5, 3.6, 3.7, 2.0]
-"""What the evaluations of a run find: before the first step, and behind each."""
+"""Losses of a run's evaluations: before the first step, and after each."""
 
 
 def config(folder, **training):

@@ -88,7 +88,7 @@ def config_of(base):
 
 
 def problems_of(base):
-    """What check, train's reading and loading, and predict say. What they raise besides RequestError is a fault."""
+    """Messages of check, of train's reading and loading, and of predict. Any exception but RequestError is a fault."""
     found = [str(problem) for problem in inspect(config_of(base)).problems]
     place = real_place(torch.device("cpu"))
     for action in (

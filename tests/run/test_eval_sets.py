@@ -59,7 +59,7 @@ def test_each_set_has_the_numbers_that_it_has_alone(corpus, files, tmp_path):  #
 
 
 def test_a_pack_holds_rows_of_one_set(corpus, files, tmp_path):  # noqa: F811
-    """Of the same weights, packed rows have the loss of rows that are not."""
+    """With the same weights, packed rows have the loss of unpacked ones."""
     sources = sets(files, code=["code"], talk=["talk"])
     plain = evaluated(corpus, tmp_path / "plain", sources).evals[0]
     packed = evaluated(corpus, tmp_path / "packed", sources, {"packing": True}).evals[0]

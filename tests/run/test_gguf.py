@@ -132,7 +132,7 @@ def test_a_tensor_that_does_not_read_back_is_an_error_and_leaves_no_file(tmp_pat
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """What is refused is refused before the package is used."""
+    """Refusals come before the package is used."""
     monkeypatch.setitem(sys.modules, "gguf", types.ModuleType("gguf"))
 
 

@@ -8,7 +8,7 @@ from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
 
 
 class Stop(Exception):
-    """What a hook of these tests raises."""
+    """Exception of a hook in these tests."""
 
 
 def stop_at(step):

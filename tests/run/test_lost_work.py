@@ -1,4 +1,4 @@
-"""What goes wrong around a run must not cost what it has learned: full disks, killed workers, stray files."""
+"""Faults around a run must not cost its progress: full disks, killed workers, stray files."""
 
 import errno
 import json

@@ -91,7 +91,7 @@ def test_prompts_that_leave_no_room_are_named_before_the_model_is_loaded(corpus,
 
 
 @pytest.mark.parametrize(
-    ("form", "asked"),
+    ("row_format", "asked"),
     [
         ("messages", "<|user|>Why?<|assistant|>"),
         ("sharegpt", "<|user|>Why?<|assistant|>"),
@@ -101,14 +101,14 @@ def test_prompts_that_leave_no_room_are_named_before_the_model_is_loaded(corpus,
         ("preference", "<|user|>Why?<|assistant|>"),
     ],
 )
-def test_a_prompt_is_asked_as_the_rows_ask(run, form, asked):
+def test_a_prompt_is_asked_as_the_rows_ask(run, row_format, asked):
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     made = tiny_config(training={"sample_prompts": ["Why?"]})
-    (ids,) = encode_sample_prompts(made, tokenizer, RowFormat(form))
+    (ids,) = encode_sample_prompts(made, tokenizer, RowFormat(row_format))
     assert tokenizer.decode(ids) == asked
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.build.text.format_table import FORMS
+from framework.build.text.format_table import FORMATS
 from framework.schema.choices import RowFormat
 from framework.schema.tasks import TASKS, Task, tasks_with
 
@@ -13,7 +13,7 @@ def test_each_task_has_a_row():
 
 @pytest.mark.parametrize("task", Task)
 def test_each_task_reads_one_kind_of_rows(task):
-    formats = {name for name, form in FORMS.items() if task in form.tasks}
+    formats = {name for name, row_format in FORMATS.items() if task in row_format.tasks}
     facts = task.facts
     assert [facts.trains_on_text, facts.compares_answers, facts.label is not None].count(True) == 1
     assert (RowFormat.MESSAGES in formats) == facts.trains_on_text

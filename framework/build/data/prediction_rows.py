@@ -15,9 +15,9 @@ from framework.build.sources.find_files import find_files, is_local
 from framework.build.sources.sources import PROBLEM_LIMIT, Place, read_source
 from framework.build.text.chat import Chat, TemplateFault, has_template, render
 from framework.build.text.encode import Encoding, StoredRow
-from framework.build.text.format_table import FORMS, Form
+from framework.build.text.format_table import FORMATS, Format
 from framework.build.text.labels import IGNORED, Encoded, UnsuitedChat, encode_labelled
-from framework.build.text.row_formats import QUESTIONS, detect_form
+from framework.build.text.row_formats import QUESTIONS, detect_format
 from framework.build.text.stored_rows import encode_batch, row_question
 from framework.build.text.tokenizer import own_start
 from framework.errors import Problem, RequestError
@@ -46,7 +46,7 @@ def read_texts(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizer
     Truncated as in training. Raises RequestError with every broken row.
     """
     source = _source(path, config)
-    form = _asking(RowFormat.LABELLED, "text")
+    row_format = _asking(RowFormat.LABELLED, "text")
 
     def encode(rows: Sequence[StoredRow]) -> list[Encoded | str]:
         encoded = encode_labelled(tokenizer, [(row["text"] or "", row.get("text_pair")) for row in rows])
@@ -54,7 +54,7 @@ def read_texts(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizer
             _fitted(one, config) if row["text"] else "there is no text" for row, one in zip(rows, encoded, strict=True)
         ]
 
-    return _encoded(path, _stored(path, lambda record: _need(form, list(record), source), source), encode)
+    return _encoded(path, _stored(path, lambda record: _need(row_format, list(record), source), source), encode)
 
 
 def read_prompts(
@@ -66,12 +66,12 @@ def read_prompts(
     """
     source = _source(path, config)
 
-    def choose(record: Mapping[str, Any]) -> Form:
+    def choose(record: Mapping[str, Any]) -> Format:
         columns = list(record)
         if source.format is not None and source.format in ASKING:
             return _need(_asking(source.format, ASKING[source.format]), columns, source)
         for name, column in ASKING.items():
-            if FORMS[name].name_in(column, columns, source.columns) in columns:
+            if FORMATS[name].name_in(column, columns, source.columns) in columns:
                 return _asking(name, column)
         wanted = ", ".join(ASKING.values())
         message = f"no column is a prompt; the columns are: {', '.join(columns) or 'none'}"
@@ -131,37 +131,37 @@ def _single_answers(source: DatasetParams) -> tuple[DatasetParams, Task] | None:
     # The columns of the first row; none if it cannot be read, which is reported when all rows are.
     files = find_files(source.path, Split("train"), KEY) if is_local(source.path) else []
     first = next((record for file in files for _, record in read_records(file)), None)
-    columns, pair = (list(first) if isinstance(first, dict) else []), FORMS[RowFormat.PREFERENCE]
+    columns, pair = (list(first) if isinstance(first, dict) else []), FORMATS[RowFormat.PREFERENCE]
     if any(pair.name_in(answer, columns, source.columns) in columns for answer in ("chosen", "rejected")):
         return None
     there = {ours: theirs for ours, theirs in source.columns.items() if theirs in columns}
-    form = detect_form(columns, there, Task.SFT)
-    if form is None:
+    row_format = detect_format(columns, there, Task.SFT)
+    if row_format is None:
         return None
-    read = {ours: theirs for ours, theirs in there.items() if ours in form.columns}
+    read = {ours: theirs for ours, theirs in there.items() if ours in row_format.columns}
     return DatasetParams(path=source.path, columns=FrozenMapping(read)), Task.SFT
 
 
 def _stored(
-    path: str, choose: Callable[[Mapping[str, Any]], Form], source: DatasetParams
+    path: str, choose: Callable[[Mapping[str, Any]], Format], source: DatasetParams
 ) -> Iterator[tuple[Place, StoredRow | Fault]]:
     """Stored rows of the files, in the format detected from the first row."""
-    form: Form | None = None
+    row_format: Format | None = None
     for file in find_files(path, Split("train"), KEY):
         for number, record in read_records(file):
             place = Place(str(file), number)
             if isinstance(record, Fault):
                 yield place, record
                 continue
-            form = form or choose(record)
-            asks = form.name_in(form.needs[0], list(record), source.columns)
+            row_format = row_format or choose(record)
+            asks = row_format.name_in(row_format.needs[0], list(record), source.columns)
             if asks not in record:
                 yield place, Fault(f"the row has no column `{asks}`; it has {', '.join(record) or 'none'}")
                 continue
             if record[asks] is None:
                 yield place, Fault(f"column `{asks}` is empty: there is no prompt")
                 continue
-            values = form.read(form.take(record, source.columns))
+            values = row_format.read(row_format.take(record, source.columns))
             yield place, Fault(values) if isinstance(values, str) else values
 
 
@@ -191,18 +191,18 @@ def _encoded(
     return found
 
 
-def _asking(name: RowFormat, column: str) -> Form:
+def _asking(name: RowFormat, column: str) -> Format:
     """The format with the prompt's column as the only required one."""
-    form = FORMS[name]
-    return replace(form, needs=(column,), also=tuple(other for other in form.columns if other != column))
+    row_format = FORMATS[name]
+    return replace(row_format, needs=(column,), also=tuple(other for other in row_format.columns if other != column))
 
 
-def _need(form: Form, columns: Sequence[str], source: DatasetParams) -> Form:
-    missing = form.missing(columns, source.columns)
+def _need(row_format: Format, columns: Sequence[str], source: DatasetParams) -> Format:
+    missing = row_format.missing(columns, source.columns)
     if missing:
         message = f"there is no column `{missing[0]}`; the columns are: {', '.join(columns) or 'none'}"
         raise RequestError([Problem(KEY, message, nearest=nearest(missing[0], columns))])
-    return form
+    return row_format
 
 
 def _fitted(row: Encoded, config: TrainingConfig) -> Encoded | str:
@@ -252,7 +252,7 @@ _PAIRED = (RowFormat.PREFERENCE, RowFormat.UNPAIRED)
 
 
 def encode_sample_prompts(
-    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, form: RowFormat
+    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, row_format: RowFormat
 ) -> tuple[tuple[int, ...], ...]:
     """Tokens of each sample prompt, in the format of the training rows: a user's turn for chats, else an instruction, a
     prompt or a text. Raises RequestError for prompts that with a completion exceed `model.model_max_length`."""
@@ -260,7 +260,7 @@ def encode_sample_prompts(
     assert isinstance(limit, int), "the config is resolved"
     most, found, problems = limit - training.sample_new_tokens, list[tuple[int, ...]](), list[Problem]()
     for index, text in enumerate(training.sample_prompts):
-        row = _row(text, form, tokenizer)
+        row = _row(text, row_format, tokenizer)
         encoded = row if isinstance(row, str) else encode_prompt(row, tokenizer, None)
         key = f"training.sample_prompts[{index}]"
         if isinstance(encoded, str):
@@ -277,15 +277,15 @@ def encode_sample_prompts(
     return tuple(found)
 
 
-def _row(text: str, form: RowFormat, tokenizer: PreTrainedTokenizerBase) -> StoredRow | str:
+def _row(text: str, row_format: RowFormat, tokenizer: PreTrainedTokenizerBase) -> StoredRow | str:
     """The prompt as a stored row of the format, or a message if it cannot be one."""
-    if form in _PAIRED:
-        form = RowFormat.MESSAGES if has_template(tokenizer) else RowFormat.PROMPT_COMPLETION
+    if row_format in _PAIRED:
+        row_format = RowFormat.MESSAGES if has_template(tokenizer) else RowFormat.PROMPT_COMPLETION
     asked: Any = text
-    if form is RowFormat.MESSAGES:
+    if row_format is RowFormat.MESSAGES:
         asked = [{"role": "user", "content": text}]
-    elif form is RowFormat.SHAREGPT:
+    elif row_format is RowFormat.SHAREGPT:
         asked = [{"from": "human", "value": text}]
-    elif form is RowFormat.TOKENS:
-        form = RowFormat.TEXT
-    return FORMS[form].read({**dict.fromkeys(FORMS[form].columns), ASKING[form]: asked})
+    elif row_format is RowFormat.TOKENS:
+        row_format = RowFormat.TEXT
+    return FORMATS[row_format].read({**dict.fromkeys(FORMATS[row_format].columns), ASKING[row_format]: asked})

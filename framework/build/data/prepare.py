@@ -51,7 +51,7 @@ class Data:
     train: Rows | Packs
     eval: Rows | Packs | None
     report: DataReport
-    form: RowFormat
+    row_format: RowFormat
     """Row format of the first training source."""
     targets: Targets | None = None
     """Conversion of labels to targets, for rows with labels."""
@@ -103,7 +103,7 @@ def prepare_data(
     held_out, eval_report, sets = _arrange_held_out(fitted.eval, fitted.eval_report, config, fitted.eval_kept)
     notes = (*fitted.notes, *([kept] if kept else []))
     report = DataReport(fitted.sources, train_report, eval_report, notes, fitted.warnings)
-    return Data(train, held_out, report, RowFormat(fitted.form), fitted.targets, eval_sets=sets)
+    return Data(train, held_out, report, RowFormat(fitted.row_format), fitted.targets, eval_sets=sets)
 
 
 def _fit(
@@ -123,9 +123,9 @@ def _fit(
     warnings = (*warnings, *_warnings_of(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     notes = _padding_note(tokenizer)
-    form = str(splits.sources[0].form)
+    row_format = str(splits.sources[0].row_format)
     notices = (descriptions, warnings, notes)
-    return Fitted(train, train_report, kept, held_out, eval_report, eval_kept, form, *notices, encoding.targets)
+    return Fitted(train, train_report, kept, held_out, eval_report, eval_kept, row_format, *notices, encoding.targets)
 
 
 def _fit_held_out(
@@ -161,7 +161,7 @@ def _prepare_stream(
     warnings = (*warnings, *_warnings_of(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     report = DataReport(descriptions, train_report, eval_report, _padding_note(tokenizer), warnings)
-    return Data(train, held_out, report, splits.sources[0].form, encoding.targets, stream, sets)
+    return Data(train, held_out, report, splits.sources[0].row_format, encoding.targets, stream, sets)
 
 
 def _encoding(
@@ -171,7 +171,7 @@ def _encoding(
     require_learnable(config.data.supervise, splits.sources)
     require_answers(config.training, splits.sources)
     warnings = check_prompts(splits.sources, tokenizer)
-    if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
+    if tokenizer.eos_token_id is None and any(source.row_format is RowFormat.TEXT for source in splits.sources):
         warnings += ("the tokenizer has no end token, so the model does not learn to end a text",)
     if config.training.task.facts.label == "value":
         warnings += tuple(f"column `label`: {what}" for what in coarse_values(splits.train["label"]))

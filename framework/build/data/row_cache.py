@@ -57,7 +57,7 @@ class Fitted:
     eval_report: SplitReport | None
     eval_kept: tuple[int, ...]
     """Evaluation rows of each source; empty if they were held out of the training rows."""
-    form: str
+    row_format: str
     """Row format of the first training source."""
     sources: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -90,7 +90,7 @@ class RowCache:
                 eval=_load(self.folder, "eval") if document["eval_report"] else None,
                 eval_report=_report(document["eval_report"]) if document["eval_report"] else None,
                 eval_kept=tuple(document["eval_kept"]),
-                form=document["form"],
+                row_format=document["row_format"],
                 sources=tuple(document["sources"]),
                 warnings=tuple(document["warnings"]),
                 notes=(*document["notes"], f"rows read from the cache: {self.folder}"),

@@ -26,8 +26,8 @@ from framework.build.sources.python_rows import PythonRows, python_records
 from framework.build.sources.row_table import RowTable, joined
 from framework.build.sources.row_template import RowTemplate, read_row_template
 from framework.build.text.format_rows import Values
-from framework.build.text.format_table import FORMS, Form
-from framework.build.text.row_formats import choose_form
+from framework.build.text.format_table import FORMATS, Format
+from framework.build.text.row_formats import choose_format
 from framework.errors import Problem, RequestError
 from framework.hub import hub_is_reachable
 from framework.schema.choices import RowFormat
@@ -71,7 +71,7 @@ class Source:
     """The stored rows of one `DatasetParams`, with the columns `path` and `row` for their location."""
 
     dataset: RowTable
-    form: RowFormat
+    row_format: RowFormat
     description: str
     unread: Mapping[str, Sequence[str]]
     """The path -> unused columns and fields of turns."""
@@ -115,7 +115,7 @@ class OpenSource:
     params: DatasetParams
     key: str
     reach: "_Reach"
-    form: Form
+    row_format: Format
 
     @property
     def found(self) -> str:
@@ -128,17 +128,17 @@ class OpenSource:
             if isinstance(record, Fault):
                 yield place, record
                 continue
-            values = self.form.read(self.form.take(record, self.params.columns))
+            values = self.row_format.read(self.row_format.take(record, self.params.columns))
             if isinstance(values, str):
                 yield place, Fault(values)
                 continue
-            if unread := [*self.form.unread(record, self.params.columns), *self.reach.never_read]:
+            if unread := [*self.row_format.unread(record, self.params.columns), *self.reach.never_read]:
                 values[UNREAD] = unread
             yield place, values
 
     def read(self, most: int | None = None) -> Source:
         """All rows, or a sample of the first `most`. Raises RequestError."""
-        table = _Table(self.form)
+        table = _Table(self.row_format)
         problems, unread = list[Problem](), dict[str, None]()
         for place, values in islice(self.rows(), most):
             if isinstance(values, Fault):
@@ -153,9 +153,9 @@ class OpenSource:
             raise RequestError(problems)
         many = f"{counted(table.size, 'row')}" if most is None else "a stream"
         found = ", ".join(filter(None, (self.found, note_of(self.params.path))))
-        description = f"{self.params.path}: {many} of `{self.form.name}` ({found})"
+        description = f"{self.params.path}: {many} of `{self.row_format.name}` ({found})"
         names = {self.params.path: tuple(unread)} if unread else {}
-        return Source(table.finish(), self.form.name, description, names)
+        return Source(table.finish(), self.row_format.name, description, names)
 
 
 def open_source(
@@ -228,7 +228,7 @@ def _opener(
     if source.template is not None:  # a template may use any column
         return lambda: [(source.path, _dataset_records(dataset))], ()
     # decoding images or sound only to drop them would take most of the time
-    wanted = {name for form in FORMS.values() for name in form.names(source.columns)}
+    wanted = {name for row_format in FORMATS.values() for name in row_format.names(source.columns)}
     readable = [column for column in columns if column in wanted] or list(columns)
     left = [f"`{column}`" for column in columns if column not in readable]
     kept = dataset.select_columns(readable) if left else dataset
@@ -248,12 +248,12 @@ def _check_request(source: DatasetParams, key: str) -> None:
         problems.append(Problem(f"{key}.digest", f"is only for rows from Python ({PYTHON_ROWS})"))
     if not on_hub:
         problems.extend(_split_problems(source, f"{key}.split"))
-    forms = sorted({column for form in FORMS.values() for column in form.columns})
+    formats = sorted({column for row_format in FORMATS.values() for column in row_format.columns})
     for column in source.columns:
-        if column not in forms:
+        if column not in formats:
             message = f"there is no column {column!r} to map onto"
             problems.append(
-                Problem(f"{key}.columns", message, expected=" or ".join(forms), nearest=nearest(column, forms))
+                Problem(f"{key}.columns", message, expected=" or ".join(formats), nearest=nearest(column, formats))
             )
     if problems:
         raise RequestError(problems)
@@ -294,14 +294,14 @@ def _through_first_record(
 
 def _find_form(
     source: DatasetParams, head: Sequence[tuple[Place, dict[str, Any] | Fault]], key: str, task: Task
-) -> Form:
+) -> Format:
     """The format that is set, or detected from the first record. Raises RequestError if there is none."""
     record = head[-1][1] if head else Fault("")
     if isinstance(record, Fault):
         faults = ((place, fault) for place, fault in head if isinstance(fault, Fault))
         raise RequestError([Problem(key, fault.message, where=str(place)) for place, fault in faults])
     try:
-        return choose_form(source, record, key, task)
+        return choose_format(source, record, key, task)
     except RequestError as error:
         raise RequestError([replace(problem, where=str(head[-1][0])) for problem in error.problems]) from None
 
@@ -309,8 +309,8 @@ def _find_form(
 class _Table:
     """Builder of an Arrow table. `size` is the number of rows added."""
 
-    def __init__(self, form: Form) -> None:
-        self.form = form
+    def __init__(self, row_format: Format) -> None:
+        self.row_format = row_format
         self.size = 0
         self.chunks: list[pa.Table] = []
         self.values: list[Values] = []
@@ -329,7 +329,7 @@ class _Table:
         return RowTable(pa.concat_tables(self.chunks))
 
     def _flush(self) -> None:
-        kept = pa.Table.from_pylist(self.values, schema=self.form.schema)
+        kept = pa.Table.from_pylist(self.values, schema=self.row_format.schema)
         kept = kept.append_column("path", pa.array([place.path for place in self.places], pa.string()))
         self.chunks.append(kept.append_column("row", pa.array([place.row for place in self.places], pa.int64())))
         self.values, self.places = [], []

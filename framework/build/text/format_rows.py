@@ -91,9 +91,9 @@ def sharegpt_row(record: Mapping[str, Any]) -> Values:
     return _conversation(RowFormat.SHAREGPT, _optional("conversations", read_sharegpt, record), record)
 
 
-def _conversation(form: RowFormat, messages: list[dict[str, Any]] | None, record: Mapping[str, Any]) -> Values:
+def _conversation(row_format: RowFormat, messages: list[dict[str, Any]] | None, record: Mapping[str, Any]) -> Values:
     messages = with_system(_some_text("system", record), messages) if messages else None
-    return {"form": str(form), "messages": stored(messages) if messages else None, "tools": _tools(record)}
+    return {"form": str(row_format), "messages": stored(messages) if messages else None, "tools": _tools(record)}
 
 
 def prompt_completion_row(record: Mapping[str, Any]) -> Values:

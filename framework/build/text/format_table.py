@@ -30,7 +30,7 @@ from framework.schema.tasks import Task, tasks_with
 
 
 @dataclass(frozen=True)
-class Form:
+class Format:
     """A row format: how its rows are recognized, read and encoded."""
 
     name: RowFormat
@@ -104,9 +104,9 @@ class Form:
 
 
 @lru_cache(maxsize=64)
-def _names_in(form: RowFormat, columns: Sequence[str], mapping: Sequence[tuple[str, str]]) -> list[str]:
+def _names_in(row_format: RowFormat, columns: Sequence[str], mapping: Sequence[tuple[str, str]]) -> list[str]:
     """The file's names of the format's columns. Cached, since nearly all records have the same columns."""
-    return [FORMS[form].name_in(column, columns, dict(mapping)) for column in FORMS[form].columns]
+    return [FORMATS[row_format].name_in(column, columns, dict(mapping)) for column in FORMATS[row_format].columns]
 
 
 def _schema(*kept: str) -> pa.Schema:
@@ -121,7 +121,7 @@ _TURNS = (Supervise.ASSISTANT, Supervise.LAST, Supervise.ALL)
 _WHOLE = "needs rows that say where the prompt ends, and these are whole conversations"
 
 _ALL = (
-    Form(
+    Format(
         RowFormat.TOKENS,
         needs=("input_ids",),
         also=("labels", "attention_mask"),
@@ -134,7 +134,7 @@ _ALL = (
         encode=encode.tokens,
         question=encode.asked_tokens,
     ),
-    Form(
+    Format(
         RowFormat.PREFERENCE,
         needs=("chosen", "rejected"),
         also=("prompt", "instruction", "input", "system", "tools", "functions", "margin"),
@@ -150,7 +150,7 @@ _ALL = (
         known_as={"prompt": ("conversations", "messages")},
         instead={"prompt": ("instruction", "input")},
     ),
-    Form(
+    Format(
         RowFormat.UNPAIRED,
         needs=("prompt", "completion", "label"),
         also=("system", "tools", "functions"),
@@ -164,7 +164,7 @@ _ALL = (
         question=encode.asked_prompt,
         prompt=encode.answered,
     ),
-    Form(
+    Format(
         RowFormat.MESSAGES,
         needs=("messages",),
         also=("system", "tools", "functions"),
@@ -178,7 +178,7 @@ _ALL = (
         question=encode.asked_conversation,
         prompt=encode.conversation,
     ),
-    Form(
+    Format(
         RowFormat.SHAREGPT,
         needs=("conversations",),
         also=("system", "tools", "functions"),
@@ -192,7 +192,7 @@ _ALL = (
         question=encode.asked_conversation,
         prompt=encode.conversation,
     ),
-    Form(
+    Format(
         RowFormat.ALPACA,
         needs=("instruction", "output"),
         also=("input", "system", "history"),
@@ -206,7 +206,7 @@ _ALL = (
         question=encode.asked_alpaca,
         prompt=encode.alpaca,
     ),
-    Form(
+    Format(
         RowFormat.PROMPT_COMPLETION,
         needs=("prompt", "completion"),
         also=("system", "tools", "functions"),
@@ -220,7 +220,7 @@ _ALL = (
         question=encode.asked_prompt,
         prompt=encode.answered,
     ),
-    Form(
+    Format(
         RowFormat.LABELLED,
         needs=("text", "label"),
         also=("text_pair",),
@@ -234,7 +234,7 @@ _ALL = (
         question=encode.asked_prompt,
         known_as={"text": ("sentence1", "sentence"), "text_pair": ("sentence2",), "label": ("labels",)},
     ),
-    Form(
+    Format(
         RowFormat.TEXT,
         needs=("text",),
         also=(),
@@ -249,7 +249,7 @@ _ALL = (
     ),
 )
 
-FORMS: Mapping[RowFormat, Form] = {form.name: form for form in _ALL}
+FORMATS: Mapping[RowFormat, Format] = {row_format.name: row_format for row_format in _ALL}
 """All row formats, in order of detection."""
 
 

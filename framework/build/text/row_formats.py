@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from framework.build.hub import nearest
-from framework.build.text.format_table import FORMS, Form
+from framework.build.text.format_table import FORMATS, Format
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Supervise
 from framework.schema.data import DatasetParams
@@ -12,7 +12,7 @@ from framework.schema.tasks import Task
 from framework.schema.training import TrainingParams
 
 KINDS: Mapping[Task, Sequence[RowFormat]] = {
-    task: [name for name, form in FORMS.items() if task in form.tasks] for task in Task
+    task: [name for name, row_format in FORMATS.items() if task in row_format.tasks] for task in Task
 }
 
 
@@ -20,21 +20,21 @@ class Described(Protocol):
     """Rows of one format, with a line that describes them."""
 
     @property
-    def form(self) -> RowFormat: ...
+    def row_format(self) -> RowFormat: ...
     @property
     def description(self) -> str: ...
 
 
-def tasks_for(form: RowFormat) -> tuple[Task, ...]:
+def tasks_for(row_format: RowFormat) -> tuple[Task, ...]:
     """Tasks that train on rows of this format."""
-    return FORMS[form].tasks
+    return FORMATS[row_format].tasks
 
 
-def wrong_kind(form: RowFormat, task: Task) -> str | None:
+def wrong_kind(row_format: RowFormat, task: Task) -> str | None:
     """Why the task cannot train on rows of this format, or None where it can."""
-    if form in KINDS[task]:
+    if row_format in KINDS[task]:
         return None
-    return f"rows of `{form}` are for the task {' or '.join(tasks_for(form))}, and the task is {task}"
+    return f"rows of `{row_format}` are for the task {' or '.join(tasks_for(row_format))}, and the task is {task}"
 
 
 def require_answers(training: TrainingParams, sources: Sequence[Described]) -> None:
@@ -45,7 +45,7 @@ def require_answers(training: TrainingParams, sources: Sequence[Described]) -> N
     loss, key = training.preference.loss_type, "training.preference.loss_type"
     expected = "kto" if training.has_pairs else "dpo, ipo, orpo or simpo"
     for source in sources:
-        if source.form is not wanted:
+        if source.row_format is not wanted:
             message = f"{loss} needs `{wanted}` rows: {source.description}"
             raise RequestError([Problem(key, message, expected=f"{expected}, or rows of `{wanted}`")])
 
@@ -53,11 +53,11 @@ def require_answers(training: TrainingParams, sources: Sequence[Described]) -> N
 def require_learnable(supervise: Supervise | None, sources: Sequence[Described]) -> None:
     """Check `data.supervise` against the row formats of the sources. Raises RequestError."""
     for source in sources:
-        if supervise is None or supervise in FORMS[source.form].supervise:
+        if supervise is None or supervise in FORMATS[source.row_format].supervise:
             continue
-        works = " or ".join(FORMS[source.form].supervise)
+        works = " or ".join(FORMATS[source.row_format].supervise)
         expected = f"{works}, or nothing" if works else "nothing"
-        message = f"`{supervise}` {FORMS[source.form].refusal}: {source.description}"
+        message = f"`{supervise}` {FORMATS[source.row_format].refusal}: {source.description}"
         raise RequestError([Problem("data.supervise", message, expected=expected)])
 
 
@@ -78,7 +78,7 @@ LABELS = ("label", "labels", "class", "category", "sentiment", "intent", "target
 
 def propose(record: Mapping[str, Any], task: Task) -> str | None:
     """A proposed setting with which rows like this one are read, or None."""
-    proposals = (columns for form, columns in _proposals(record) if form in KINDS[task])
+    proposals = (columns for row_format, columns in _proposals(record) if row_format in KINDS[task])
     found = next(proposals, None)
     if found is not None:
         pairs = ", ".join(f"{ours}: {theirs}" for ours, theirs in found.items() if ours != theirs)
@@ -126,30 +126,30 @@ def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
     return next((plain[name] for name in names if name in plain), None)
 
 
-def detect_form(columns: Sequence[str], mapping: Mapping[str, str], task: Task = Task.SFT) -> Form | None:
+def detect_format(columns: Sequence[str], mapping: Mapping[str, str], task: Task = Task.SFT) -> Format | None:
     """The first format whose required columns all exist, preferring those that the task supports.
 
     If there are tokens they are used, even next to a text: reading the text would discard hand-made labels.
     """
-    found = [form for form in FORMS.values() if not form.missing(columns, mapping)]
-    if any(form.name is RowFormat.TOKENS for form in found):
-        return FORMS[RowFormat.TOKENS]
-    suited = [form for form in found if form.name in KINDS[task]]
+    found = [row_format for row_format in FORMATS.values() if not row_format.missing(columns, mapping)]
+    if any(row_format.name is RowFormat.TOKENS for row_format in found):
+        return FORMATS[RowFormat.TOKENS]
+    suited = [row_format for row_format in found if row_format.name in KINDS[task]]
     return next(iter([*suited, *found]), None)
 
 
-def _close(form: Form, columns: Sequence[str], mapping: Mapping[str, str]) -> tuple[int, str] | None:
+def _close(row_format: Format, columns: Sequence[str], mapping: Mapping[str, str]) -> tuple[int, str] | None:
     """The number of required columns that exist, and a mapping for the others if each resembles an unused column."""
-    missing = [column for column in form.needs if form.name_in(column, columns, mapping) not in columns]
-    left = [column for column in columns if column not in form.names(mapping)]
+    missing = [column for column in row_format.needs if row_format.name_in(column, columns, mapping) not in columns]
+    left = [column for column in columns if column not in row_format.names(mapping)]
     close = {column: nearest(column, left) for column in missing}
     if not all(close.values()) or len(set(close.values())) < len(close):
         return None
     pairs = ", ".join(f"{ours}: {theirs}" for ours, theirs in close.items())
-    return len(form.needs) - len(missing), f"columns: {{{pairs}}}"
+    return len(row_format.needs) - len(missing), f"columns: {{{pairs}}}"
 
 
-def choose_form(source: DatasetParams, record: Mapping[str, Any], key: str, task: Task) -> Form:
+def choose_format(source: DatasetParams, record: Mapping[str, Any], key: str, task: Task) -> Format:
     """The format of a source whose first row is `record`: the one that is set, or the one detected.
 
     Raises RequestError if no format matches, if a required or mapped column is missing, and if the task does not
@@ -157,27 +157,30 @@ def choose_form(source: DatasetParams, record: Mapping[str, Any], key: str, task
     """
     columns = list(record)
     found = ", ".join(columns) or "none"
-    form = FORMS[source.format] if source.format else detect_form(columns, source.columns, task)
+    row_format = FORMATS[source.format] if source.format else detect_format(columns, source.columns, task)
     absent = [name for name in dict.fromkeys(source.columns.values()) if name not in columns]
-    if absent and (form is None or wrong_kind(form.name, task)):  # with those columns the format may be another
+    # With those columns the format may be another.
+    if absent and (row_format is None or wrong_kind(row_format.name, task)):
         raise RequestError([_no_column(name, columns, key) for name in absent])
-    if form is None:
-        message, expected, close = unknown_form(record, source.columns, task)
+    if row_format is None:
+        message, expected, close = unknown_format(record, source.columns, task)
         raise RequestError([Problem(key, message, expected=expected, nearest=close)])
-    if wrong := wrong_kind(form.name, task):
-        _, _, close = unknown_form(record, source.columns, task)
+    if wrong := wrong_kind(row_format.name, task):
+        _, _, close = unknown_format(record, source.columns, task)
         raise RequestError([Problem(key, f"{wrong}; the columns are: {found}", nearest=close)])
     problems = []
-    mapped = [name for column, name in source.columns.items() if column in form.columns and name not in columns]
-    for name in dict.fromkeys([*form.missing(columns, source.columns), *mapped]):
+    mapped = [name for column, name in source.columns.items() if column in row_format.columns and name not in columns]
+    for name in dict.fromkeys([*row_format.missing(columns, source.columns), *mapped]):
         problems.append(_no_column(name, columns, key))
     for column in source.columns:
-        if column not in form.columns:
-            message = f"rows of `{form.name}` have no column `{column}`; they may have {', '.join(form.columns)}"
-            problems.append(Problem(f"{key}.columns", message, nearest=nearest(column, form.columns)))
+        if column not in row_format.columns:
+            message = (
+                f"rows of `{row_format.name}` have no column `{column}`; they may have {', '.join(row_format.columns)}"
+            )
+            problems.append(Problem(f"{key}.columns", message, nearest=nearest(column, row_format.columns)))
     if problems:
         raise RequestError(problems)
-    return form
+    return row_format
 
 
 def _no_column(name: str, columns: Sequence[str], key: str) -> Problem:
@@ -185,14 +188,14 @@ def _no_column(name: str, columns: Sequence[str], key: str) -> Problem:
     return Problem(key, message, nearest=nearest(name, columns))
 
 
-def unknown_form(
+def unknown_format(
     record: Mapping[str, Any], mapping: Mapping[str, str], task: Task = Task.SFT
 ) -> tuple[str, str, str | None]:
     """Message, expected formats and nearest proposal for rows in no format that the task supports."""
     columns = list(record)
-    forms = [FORMS[name] for name in FORMS if name in KINDS[task]]
+    formats = [FORMATS[name] for name in FORMATS if name in KINDS[task]]
     message = f"the columns are: {', '.join(columns) or 'none'}; no row format of the task {task} matches"
-    expected = "; ".join(f"{form.name} ({', '.join(form.needs)})" for form in forms)
-    guesses = (guess for form in forms if (guess := _close(form, columns, mapping)))
+    expected = "; ".join(f"{row_format.name} ({', '.join(row_format.needs)})" for row_format in formats)
+    guesses = (guess for row_format in formats if (guess := _close(row_format, columns, mapping)))
     close = max(guesses, key=lambda guess: guess[0], default=(0, None))
     return message, expected, propose(record, task) or close[1]

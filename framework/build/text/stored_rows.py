@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from framework.build.text.chat import ROWS_CHECKED, Chat, check_chat
 from framework.build.text.encode import Encoding, Result, StoredRow
-from framework.build.text.format_table import FORMS
+from framework.build.text.format_table import FORMATS
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat
 
@@ -16,11 +16,11 @@ from framework.schema.choices import RowFormat
 def encode_batch(batch: Mapping[str, Sequence[Any]], encoding: Encoding) -> list[Result]:
     """Encode a batch of stored rows, in order."""
     found: list[Result] = [None] * len(batch["form"])
-    for form in set(batch["form"]):
-        indices = [index for index, own in enumerate(batch["form"]) if own == form]
+    for row_format in set(batch["form"]):
+        indices = [index for index, own in enumerate(batch["form"]) if own == row_format]
         rows = [{column: values[index] for column, values in batch.items()} for index in indices]
         full = [(index, row) for index, row in zip(indices, rows, strict=True) if not _is_empty(row)]
-        results = FORMS[RowFormat(form)].encode([row for _, row in full], encoding)
+        results = FORMATS[RowFormat(row_format)].encode([row for _, row in full], encoding)
         for (index, _), result in zip(full, results, strict=True):
             found[index] = result
     return found
@@ -31,13 +31,13 @@ def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tup
 
     None if the row has no prompt or is empty.
     """
-    prompt = FORMS[RowFormat(row["form"])].prompt
+    prompt = FORMATS[RowFormat(row["form"])].prompt
     return None if prompt is None or _is_empty(row) else prompt(row, tokenizer)
 
 
 def row_question(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | Sequence[int] | None:
     """The row's prompt for generation, without an answer: a chat, a text or tokens; None if it has none."""
-    return FORMS[RowFormat(row["form"])].question(row, tokenizer)
+    return FORMATS[RowFormat(row["form"])].question(row, tokenizer)
 
 
 _BLANK = ("[]", '""')
@@ -45,7 +45,7 @@ _BLANK = ("[]", '""')
 
 
 def _is_empty(row: StoredRow) -> bool:
-    needed = FORMS[RowFormat(row["form"])].filled
+    needed = FORMATS[RowFormat(row["form"])].filled
     if any(row.get(column) is None for column in needed):
         return True
     supervised = [row[column] for column in needed if column not in ("prompt", "label")]
@@ -56,7 +56,7 @@ class Rows(Protocol):
     """Stored rows of one format."""
 
     @property
-    def form(self) -> RowFormat: ...
+    def row_format(self) -> RowFormat: ...
     @property
     def dataset(self) -> Iterable[dict[str, Any]]: ...
 
@@ -67,13 +67,13 @@ def check_prompts(sources: Sequence[Rows], tokenizer: PreTrainedTokenizerBase) -
     Raises RequestError if they are chats and there is no template, or one that does not render them, and if the
     tokenizer gives no character offsets, which are needed to find answers.
     """
-    needy = [source.form for source in sources if source.form not in (RowFormat.TEXT, RowFormat.TOKENS)]
+    needy = [source.row_format for source in sources if source.row_format not in (RowFormat.TEXT, RowFormat.TOKENS)]
     if needy and not tokenizer.is_fast:
         message = f"{type(tokenizer).__name__} gives no character offsets of tokens, which `{needy[0]}` rows need"
         raise RequestError([Problem("model.tokenizer_name", message, expected="a tokenizer with a tokenizer.json")])
     of_chats, of_texts = dict[str, str](), dict[str, None]()
     for source in sources:
-        if FORMS[source.form].prompt is None:
+        if FORMATS[source.row_format].prompt is None:
             continue
         prompts = (row_prompt(row, tokenizer) for row in source.dataset)
         first = list(islice((prompt for prompt in prompts if prompt is not None), ROWS_CHECKED))

@@ -1,4 +1,4 @@
-"""Where LoRA's A matrices start, whether they are trained, and OFT's rotations."""
+"""Initial values of LoRA's A matrices, whether they are trained, and OFT's rotations."""
 
 import pytest
 import torch

@@ -88,7 +88,7 @@ def test_layers_that_read_the_same_input_train_together_as_they_do_separately(me
 
 
 def test_one_product_reads_the_input_of_queries_keys_and_values():
-    """Of 7 first factors in each of 2 blocks 4 products are left forward and, in backward, as many for each side."""
+    """The 7 first factors in each of 2 blocks become 4 products in forward, and in backward as many for each side."""
     counts = []
     for assembly in (adapted(dtype="float32"), apart(adapted(dtype="float32"))):
         with Products() as seen:

@@ -18,7 +18,7 @@ from framework.errors import RequestError
 
 @dataclass
 class Board:
-    """Where the threads of a group leave what the others take."""
+    """Exchange between the threads of a group."""
 
     size: int
     slots: list[Any] = field(init=False)
@@ -53,7 +53,7 @@ class Thread:
 
 
 def as_ranks(size: int, work: Callable[[Thread], Any]) -> list[Any]:
-    """What `work` returns on each rank."""
+    """Results of `work` on each rank."""
     board, found = Board(size), [None] * size
 
     def run(rank: int) -> None:

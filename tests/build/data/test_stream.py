@@ -95,14 +95,14 @@ ROWS_OF = {
         {"prompt": "c ", "completion": "d"},
     ],
 }
-"""Form -> rows, the second of which holds nothing."""
+"""Format -> rows, the second of which holds nothing."""
 
 
-@pytest.mark.parametrize("form", ROWS_OF)
+@pytest.mark.parametrize("row_format", ROWS_OF)
 def test_rows_of_any_form_are_streamed_as_they_are_held(
-    form: str, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
+    row_format: str, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    path = write_rows("a.jsonl", ROWS_OF[form])
+    path = write_rows("a.jsonl", ROWS_OF[row_format])
     streamed = prepared(config(path, shuffle_buffer=1), tokenizer)
     held = prepared(config(path, streaming=False), tokenizer)
     assert streamed.stream is not None
@@ -230,7 +230,7 @@ class TestResuming:
 
 
 class TestPolicies:
-    """What holds for rows that are held whole holds for a stream."""
+    """Properties of rows in memory also hold for a stream."""
 
     def test_one_long_row_never_reaches_a_batch(
         self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast

@@ -249,7 +249,7 @@ def test_a_policy_that_keeps_nothing_on_the_card_is_refused_by_the_plan() -> Non
 
 
 def test_the_runner_is_reported_as_ours() -> None:
-    """What other code sets on a block is not taken for a checkpoint."""
+    """Attributes set on a block by other code are not taken for a checkpoint."""
     assembly = tiny_assembly(config(ON))
     block = transformer_blocks(assembly.model)[0]
     assert isinstance(block._gradient_checkpointing_func, Recompute)

@@ -28,7 +28,7 @@ from tests.grids import thinned
 from tests.run.test_trainer import train
 
 TOKENS = 267
-"""Of the tokenizer that `save_model` trains."""
+"""Vocabulary size of the tokenizer that `save_model` trains."""
 NEW = ("<tool>", "hello hello")
 
 

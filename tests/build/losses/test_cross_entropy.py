@@ -18,7 +18,7 @@ PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, t
 
 
 def problem(dtype=torch.float64, tokens=11, width=6, vocabulary=37):
-    """What a head reads, its weight and bias, and targets of which two are ignored."""
+    """Inputs of a head, its weight and bias, and targets, two of which are ignored."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(tokens, width, dtype=dtype), torch.randn(vocabulary, width, dtype=dtype)
     targets = torch.randint(0, vocabulary, (tokens,))

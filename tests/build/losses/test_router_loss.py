@@ -44,7 +44,7 @@ def padded_rows():
 
 
 def own_loss(assembly, batch):
-    """What transformers makes of the same rows."""
+    """The loss that transformers computes for the same rows."""
     with torch.no_grad():
         return assembly.model(**batch, use_cache=False)
 

@@ -132,7 +132,7 @@ def test_it_is_four_bytes_a_trained_weight_among_the_states():
 
 
 def test_a_step_that_is_not_finite_leaves_it():
-    """Where the device itself skips the update, the host does not know of it yet."""
+    """If the device itself skips the update, the host does not know of it yet."""
     assembly = assembled("adamw_torch_fused")
     expected = stepped(assembly, 1)
     assembly.trained[0].register_hook(lambda gradient: gradient * float("nan"))

@@ -30,7 +30,7 @@ def test_docstrings_are_labelled_with_a_package_that_they_do_not_name(source: So
 
 
 def test_it_is_a_source_of_labelled_rows_whose_places_are_files_and_lines(source: Source) -> None:
-    assert source.form is RowFormat.LABELLED
+    assert source.row_format is RowFormat.LABELLED
     first = next(iter(source.dataset))
     assert first["path"].startswith("asyncio/")
     assert first["row"] > 0

@@ -27,7 +27,7 @@ def test_columns_are_made_of_any_of_the_rows(tmp_path):
         ("Translate YES:\n", "ja"),
         ("Translate NO:\n", ""),
     ]
-    assert found.form == "prompt_completion"
+    assert found.row_format == "prompt_completion"
 
 
 def test_one_text_is_the_column_text(tmp_path):
@@ -38,7 +38,7 @@ def test_one_text_is_the_column_text(tmp_path):
 def test_a_template_that_is_one_column_takes_its_value(tmp_path):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     found = rows(tmp_path, {"messages": "{{ log }}"}, {"log": turns, "text": "not read"})
-    assert found.form == "messages"
+    assert found.row_format == "messages"
     labelled = {"text": "{{ title }}", "label": "{{ score }}"}
     found = rows(tmp_path, labelled, {"title": "a", "score": 0.5}, task=Task.REGRESSION)
     assert len(found.dataset) == 1

@@ -52,7 +52,7 @@ RENDERED = {
     "phi3": "<|system|>\nBe brief.<|end|>\n<|user|>\nWhat is two and two?<|end|>\n"
     "<|assistant|>\nFour.<|end|>\n<|user|>\nSure?<|end|>\n<|assistant|>\nYes.<|end|>\n",
 }
-"""What each named template writes for CHAT where the start and end token are both `<|endoftext|>`."""
+"""Output of each named template for CHAT if the start and end token are both `<|endoftext|>`."""
 
 PROMPT_ENDS = {
     "chatml": "Sure?<|im_end|>\n<|im_start|>assistant\n",

@@ -1,4 +1,4 @@
-"""What labels are taken to mean, and which of them are refused."""
+"""The meaning of labels, and refused ones."""
 
 import json
 from collections.abc import Callable, Sequence

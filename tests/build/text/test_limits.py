@@ -1,4 +1,4 @@
-"""The limit on every form of rows: nothing longer reaches a batch, and what that costs is counted to the token."""
+"""The limit for every row format: nothing longer reaches a batch, and what that costs is counted to the token."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from framework.build.data.prepare import Data, prepare_data
 from framework.build.data.rows import Row
-from framework.build.text.format_table import FORMS
+from framework.build.text.format_table import FORMATS
 from framework.build.text.labels import IGNORED
 from framework.build.text.named_templates import read_template
 from framework.errors import Problem, RequestError
@@ -75,19 +75,19 @@ LONG: dict[str, tuple[str, dict[str, Any]]] = {
     "labelled": ("classification", {"text": words(99), "label": 1}),
     "tokens": ("sft", {"input_ids": [7] * 99}),
 }
-"""Form -> its task, and a row of it that is too long."""
+"""Format -> its task, and a row of it that is too long."""
 
 
 class TestTruncation:
-    """What is cut, dropped and counted, on every form."""
+    """Truncation, dropping and their counts, for every format."""
 
     def test_every_form_is_here(self) -> None:
-        assert set(LONG) == {str(form) for form in RowFormat}
+        assert set(LONG) == {str(row_format) for row_format in RowFormat}
 
-    @pytest.mark.parametrize("form", LONG)
+    @pytest.mark.parametrize("row_format", LONG)
     @pytest.mark.parametrize("policy", ["left", "right"])
-    def test_no_row_is_longer_than_the_limit(self, form: str, policy: str, prepare: Prepare) -> None:
-        task, row = LONG[form]
+    def test_no_row_is_longer_than_the_limit(self, row_format: str, policy: str, prepare: Prepare) -> None:
+        task, row = LONG[row_format]
         for packing in (False, *([True] if task == "sft" else [])):
             data = prepare([row] + [_short(row)] * 60, task, limit=40, truncation=policy, packing=packing)
             assert data.report.train.lengths["1.0"] > 90
@@ -98,9 +98,9 @@ class TestTruncation:
             supervised_tokens = sum(_supervised(kept) for kept in data.train)
             assert data.report.train.supervised - data.report.train.supervised_lost == supervised_tokens
 
-    @pytest.mark.parametrize("form", LONG)
-    def test_dropped_or_refused(self, form: str, prepare: Prepare) -> None:
-        task, row = LONG[form]
+    @pytest.mark.parametrize("row_format", LONG)
+    def test_dropped_or_refused(self, row_format: str, prepare: Prepare) -> None:
+        task, row = LONG[row_format]
         rows = [row, *[_short(row)] * 60]
         data = prepare(rows, task, limit=40, truncation="drop")
         assert data.report.train.dropped == {"longer than 40 tokens": 1}
@@ -108,19 +108,21 @@ class TestTruncation:
         assert "tokens and the limit is 40 (data.truncation: error)" in problem.message
         assert str(problem.where).endswith("a.jsonl:1")
 
-    @pytest.mark.parametrize("form", LONG)
-    def test_a_token_that_the_model_does_not_have(self, form: str, prepare: Prepare) -> None:
-        task, row = LONG[form]
-        ids = {"input_ids": [5, 7, 6]} if form == "tokens" else row
-        vocab = 7 if form == "tokens" else 306
+    @pytest.mark.parametrize("row_format", LONG)
+    def test_a_token_that_the_model_does_not_have(self, row_format: str, prepare: Prepare) -> None:
+        task, row = LONG[row_format]
+        ids = {"input_ids": [5, 7, 6]} if row_format == "tokens" else row
+        vocab = 7 if row_format == "tokens" else 306
         (problem,) = refused(prepare, [ids], task, 512, vocab=vocab)
-        highest = {"tokens": 7, "messages": 307, "sharegpt": 307, "alpaca": 307}.get(form, 306)
+        highest = {"tokens": 7, "messages": 307, "sharegpt": 307, "alpaca": 307}.get(row_format, 306)
         assert problem.message == f"token id {highest} is outside the model's vocabulary of {vocab}"
         assert str(problem.where).endswith("a.jsonl:1")
 
-    @pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "unpaired"])
-    def test_a_row_whose_answer_is_cut_off_never_reaches_a_batch(self, form: str, prepare: Prepare) -> None:
-        task, row = LONG[form]
+    @pytest.mark.parametrize(
+        "row_format", ["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "unpaired"]
+    )
+    def test_a_row_whose_answer_is_cut_off_never_reaches_a_batch(self, row_format: str, prepare: Prepare) -> None:
+        task, row = LONG[row_format]
         asked = {"messages": [{**ASKED, "content": words(98)}, FOUR], "prompt": words(98), "instruction": words(98)}
         asked["conversations"] = [{"from": "human", "value": words(98)}, {"from": "gpt", "value": "b"}]
         long_prompt = _short({**row, **{name: value for name, value in asked.items() if name in row}})
@@ -164,27 +166,29 @@ class TestTruncation:
 
 
 class TestSupervise:
-    @pytest.mark.parametrize("form", LONG)
+    @pytest.mark.parametrize("row_format", LONG)
     @pytest.mark.parametrize("supervise", Supervise)
-    def test_what_a_form_cannot_do_is_refused_by_name(self, form: str, supervise: Supervise, prepare: Prepare) -> None:
-        task, row = LONG[form]
+    def test_what_a_format_cannot_do_is_refused_by_name(
+        self, row_format: str, supervise: Supervise, prepare: Prepare
+    ) -> None:
+        task, row = LONG[row_format]
         rows = [_short(row)] * 2
-        if supervise in FORMS[RowFormat(form)].supervise:
+        if supervise in FORMATS[RowFormat(row_format)].supervise:
             assert len(prepare(rows, task, 200, supervise=str(supervise)).train) == 2
             return
         (problem,) = refused(prepare, rows, task, 200, supervise=str(supervise))
         assert problem.key == "data.supervise"
         assert f"`{supervise}` " in problem.message
-        assert f"2 rows of `{form}`" in problem.message
+        assert f"2 rows of `{row_format}`" in problem.message
 
 
-@pytest.mark.parametrize("form", LONG)
+@pytest.mark.parametrize("row_format", LONG)
 def test_a_slow_tokenizer_serves_texts_and_tokens(
-    form: str, prepare: Prepare, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    row_format: str, prepare: Prepare, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    task, row = LONG[form]
-    if form in ("text", "tokens"):
+    task, row = LONG[row_format]
+    if row_format in ("text", "tokens"):
         assert len(prepare([_short(row)], task, 200).train) == 1
         return
     (problem,) = refused(prepare, [_short(row)], task, 200)

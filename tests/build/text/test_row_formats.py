@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from framework.build.data.prepare import Data, prepare_data, training_texts
 from framework.build.data.rows import Row
-from framework.build.text.format_table import FORMS
+from framework.build.text.format_table import FORMATS
 from framework.build.text.labels import IGNORED
 from framework.build.text.messages import read_messages
 from framework.build.text.named_templates import read_template
@@ -80,7 +80,7 @@ def refused(prepare: Prepare, rows: Sequence[Mapping[str, Any]], *args: Any, **o
 
 class TestDetection:
     @pytest.mark.parametrize(
-        ("row", "task", "form"),
+        ("row", "task", "row_format"),
         [
             ({"text": "The fox"}, "sft", "text"),
             ({"text": "The fox", "label": 1}, "sft", "text"),
@@ -97,13 +97,13 @@ class TestDetection:
             ({"text": "x", "input_ids": [1, 2, 3]}, "sft", "tokens"),
         ],
     )
-    def test_by_columns_and_task(self, row: Mapping[str, Any], task: str, form: str, prepare: Prepare) -> None:
+    def test_by_columns_and_task(self, row: Mapping[str, Any], task: str, row_format: str, prepare: Prepare) -> None:
         (description,) = prepare([row, row], task).report.sources
-        assert description.endswith(f"2 rows of `{form}` (found by its columns)")
+        assert description.endswith(f"2 rows of `{row_format}` (found by its columns)")
 
     def test_every_form_has_a_task_and_says_what_may_be_supervised(self) -> None:
-        assert all(tasks_for(form) for form in RowFormat)
-        assert set(FORMS) == set(RowFormat)
+        assert all(tasks_for(row_format) for row_format in RowFormat)
+        assert set(FORMATS) == set(RowFormat)
         assert all(KINDS.values())
 
     @pytest.mark.parametrize(

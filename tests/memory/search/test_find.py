@@ -20,7 +20,7 @@ _SEARCHED: dict[str, Found] = {}
 
 
 def found_on(config: TrainingConfig, pins: tuple[str, ...] = (), **options: object) -> Found:
-    """What a search finds; several tests look at the same."""
+    """The result of a search; several tests read the same one."""
     asked = repr((config, config.training.model_fields_set, pins, options))
     if asked not in _SEARCHED:
         found = find(config, Arithmetic(), freedom(pins), runs_here=False, **options)  # type: ignore[arg-type]

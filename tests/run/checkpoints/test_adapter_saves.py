@@ -1,4 +1,4 @@
-"""What an adapted run leaves behind computes what the run computed: adapter, base next to it, merged."""
+"""The saves of a run with an adapter compute what the run computed: adapter, base next to it, merged."""
 
 import json
 import warnings

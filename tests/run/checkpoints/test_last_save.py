@@ -19,12 +19,12 @@ from tests.run.test_trainer import config, corpus, train  # noqa: F401
 from tests.tiny import LLAMA
 
 WAIT = {"seconds": 0.3}
-"""How long a save waits for the export to begin."""
+"""Seconds that a save waits for the export to begin."""
 
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What began and ended, in order: a save takes until the export has begun, or it has waited."""
+    """The order of beginnings and ends: a save takes until the export has begun, or it has waited."""
     seen, exporting = list[str](), threading.Event()
     export, evaluate = trainer.export, trainer.Session.evaluate
 

@@ -379,7 +379,7 @@ def test_sizes_go_down_so_that_they_divide_the_global_batch(micro, accumulation,
 
 
 def test_every_generator_goes_back(corpus, tmp_path, monkeypatch):  # noqa: F811
-    """What a try has drawn from torch, Python and numpy is drawn again by the next."""
+    """Random numbers that an attempt has drawn from torch, Python and numpy are drawn again by the next."""
     drawn, original = [], launch_step
 
     def step_with(*args):

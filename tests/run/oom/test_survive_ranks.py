@@ -87,7 +87,7 @@ def settings(corpus, folder, **training):  # noqa: F811
 
 
 def points(modes, drawn):
-    """Which operator of which step fails on which rank: any of the first step, before the update of a later one."""
+    """The operator, step and rank of each failure: any of the first step, before the update of a later one."""
     first, later = modes[1], modes[LATER]
     return {
         "first step, its first operator": (1, 1, "second"),

@@ -102,7 +102,7 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pyte
 def test_all_processes_of_a_machine_need_memory(
     tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What each but the first needs, and what all of them hold already."""
+    """Memory of each process but the first, and memory in use before."""
     monkeypatch.setattr(
         room.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB // 2))
     )

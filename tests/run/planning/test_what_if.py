@@ -1,4 +1,4 @@
-"""Which keys cause a difference in memory."""
+"""The keys that cause a difference in memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -16,7 +16,7 @@ CARD = {"name": "h100_80gb", "capability": "9.0", "multiprocessors": 132, "link_
 RATES = {"bandwidth_bytes_per_second": 3.35e12, "fp32_flops": 6.7e13, "bf16_flops": 9.9e14, "fp16_flops": 9.9e14}
 SHAPE = {**LLAMA, "hidden_size": 256, "num_hidden_layers": 3, "vocab_size": 512, "max_position_embeddings": 4096}
 TOKENS, LAYERS, WIDTH = 2048, 3, 128
-"""Of the rows, and how wide the keys of all heads are."""
+"""Length of the rows, and width of the keys of all heads."""
 
 
 def config(count: int, card: dict[str, Any] = CARD, shape: dict[str, Any] = SHAPE, **sections: Any) -> TrainingConfig:

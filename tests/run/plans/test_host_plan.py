@@ -19,7 +19,7 @@ WIDE: dict[str, Any] = {
 }
 """40 billion weights in few layers, which are quick to rehearse."""
 FEW = {**WIDE, "num_hidden_layers": 3}
-"""Where no total is known in figures."""
+"""If no total is known in figures."""
 EXPERTS = {**WIDE, "model_type": "mixtral", "num_hidden_layers": 2, "intermediate_size": 46592}
 EXPERTS |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 DORA = {"training": {"use_peft": True}, "peft": {"peft_method": "dora", "lora_target_modules": ["q_proj"]}}

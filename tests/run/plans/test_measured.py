@@ -44,7 +44,7 @@ def test_row(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", slow("adamw_fused"), slow("adafactor"), "sgd"])
 def test_a_repeated_step_is_the_second_step(optimizer: str) -> None:
-    """Of a model of two layers, whose blocks are alike."""
+    """A measured step of a model of two equal blocks."""
     row = next(row for row in ROWS if row["name"] == "l1b-bf16-sgd-s512-b1")
     config = {**row["config"], "optim": optimizer, "layers": 2}
     twice, expected = rehearse_row(config, steps=2)

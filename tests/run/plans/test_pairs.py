@@ -119,13 +119,13 @@ def compose(folder: Path, *numbers: int, gpu: GPUParams = CPU) -> TrainingConfig
 
 
 def conflicts_of(config: TrainingConfig) -> tuple[list[Conflict], list[Conflict]]:
-    """What refuses the config, and what warns of it."""
+    """The refusals of the config, and its warnings."""
     found = find_conflicts(config, Needs(model=True, data="required"))
     return [item for item in found if not item.is_warning], [item for item in found if item.is_warning]
 
 
 def derived_conflicts(config: TrainingConfig) -> list[Conflict]:
-    """What refuses the config once what nobody wrote is derived: the dtype of its weights."""
+    """The refusals of the config with derived values: the dtype of its weights."""
     return find_derived_conflicts(resolve(config, read_architecture(config).get_text_config().to_dict()))
 
 
@@ -147,7 +147,7 @@ def rule_fault(config: TrainingConfig, *numbers: int) -> str | None:
 
 
 def fault(folder: Path, *numbers: int, gpu: GPUParams = CPU) -> str | None:
-    """What is wrong with a pair; None when it is refused as it should be, or trains and resumes."""
+    """The fault of a pair; None if it is refused as it should be, or trains and resumes."""
     config = compose(folder, *numbers, gpu=gpu)
     if (found := rule_fault(config, *numbers)) or conflicts_of(config)[0]:
         return found

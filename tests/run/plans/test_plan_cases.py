@@ -1,4 +1,4 @@
-"""What plans must get right, with numbers."""
+"""Cases that plans must get right, with numbers."""
 
 from typing import Any
 

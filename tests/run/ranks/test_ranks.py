@@ -77,7 +77,7 @@ def curve(case: str, per_device: int, world: int = 1, assemble=tiny_assembly) ->
 
 
 def curves_as_rank(*cases: str) -> None:
-    """What each of two ranks runs: the cases, their results as JSON on stdout."""
+    """Entry point of each of two ranks: runs the cases and prints their results as JSON."""
     from framework.build.assembly import assemble
     from framework.build.place import real_place
     from framework.run.ranks.coordinator import process_group
@@ -290,7 +290,7 @@ def test_the_reason_of_ranks_that_read_other_rows_reaches_the_user_under_torchru
 
 
 def elsewhere_as_rank(corpus, folder):  # noqa: F811
-    """What each of two sharded ranks runs on a disk that is full for rank 1, and for the export."""
+    """Entry point of each of two sharded ranks with a disk that is full for rank 1, and for the export."""
     from safetensors.torch import save_file
 
     from framework.run.checkpoints import sharded, sharded_export

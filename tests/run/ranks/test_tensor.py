@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 QUICK = ("llama", "adapter")
 SAVED = ("llama", "adapter")
 STARTED = "one/checkpoints/step-00000001"
-"""Where an adapter starts from: one process draws it from other random numbers."""
+"""Initial values of an adapter: one process draws them from other random numbers."""
 
 
 def case(name: str, folder: Path, world: int, size: int = 2, **fsdp: Any) -> TrainingConfig:
@@ -122,7 +122,7 @@ def drawn(ranks: Ranks) -> bool:
 
 
 def broken(ranks: Ranks, folder: Path) -> str:
-    """What verification says when outputs are not added up."""
+    """The message of the verification if outputs are not summed."""
     assembly = sharded(case("llama", folder, 2), ranks)
     added, tensor_parallel._added = tensor_parallel._added, lambda part, group: part.clone()
     try:

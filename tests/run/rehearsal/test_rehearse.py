@@ -85,7 +85,7 @@ def test_the_document_is_the_contract_and_reads_back() -> None:
 
 
 def test_activations_and_logits_grow_with_the_batch_and_weights_do_not() -> None:
-    """What a row adds is the same for every row."""
+    """Every row adds the same number of bytes."""
     plans = [
         plan(WIDE, training={"per_device_train_batch_size": rows, "global_batch_size": rows}).step_peak.terms
         for rows in (32, 64, 128)

@@ -23,7 +23,7 @@ def plan(card: GPUParams = H100, **sections: Any) -> Plan:
 
 
 def test_float16_autocast_costs_what_bfloat16_does() -> None:
-    """And the scaler: a scale, a count of steps and a flag, of one block of 512 bytes each."""
+    """The scaler in addition: a scale, a count of steps and a flag, each in a block of 512 bytes."""
     bf16, fp16 = (plan(training={"mixed_precision_dtype": word}) for word in ("bf16", "fp16"))
     assert 0 < fp16.peak.allocated_bytes - bf16.peak.allocated_bytes <= 8 * 512
     assert fp16.peak.terms.unattributed == 0

@@ -1,4 +1,4 @@
-"""What each rank takes of the host while a model loads in parts, read back."""
+"""Host memory of each rank while a model loads in shards, read back."""
 
 import gc
 import mmap

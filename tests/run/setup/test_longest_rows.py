@@ -112,7 +112,7 @@ def test_it_is_no_part_of_what_the_run_measures(corpus, tmp_path, monkeypatch): 
     ],
 )
 def test_a_trial_leaves_weights_states_and_scale_alone(training):
-    """And the steps after it are those without it."""
+    """The steps after it are the same as without it."""
     plain, tried = tiny_assembly(tiny_config(training=training)), tiny_assembly(tiny_config(training=training))
     before = [parameter.detach().clone() for parameter in tried.trained]
     trial_step(tried, [unequal_rows(), unequal_rows()])

@@ -1,4 +1,4 @@
-"""What goes with tasks that give one answer for a row."""
+"""Settings that work with tasks with one output per row."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What goes with rows that several devices share."""
+"""Settings that work with context parallelism."""
 
 from typing import Any
 

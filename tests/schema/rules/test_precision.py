@@ -1,4 +1,4 @@
-"""What the rules of precision say of float16: gradients that cannot be scaled back, families that overflow."""
+"""The rules about float16: gradients that cannot be unscaled, families that overflow."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is refused next to sharded weights, and what works instead."""
+"""Settings refused with sharded weights, and alternatives."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a task does not read, or cannot be put together with, is refused with both keys."""
+"""Settings that a task does not read, or cannot be combined with, are refused with both keys."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What goes with matrices that several devices share."""
+"""Settings that work with tensor parallelism."""
 
 from typing import Any
 
