@@ -275,12 +275,12 @@ def _source(t: Translation, item: str) -> dict[str, Any]:
         made["name"] = get(f"{item}.name")
     if isinstance(get(f"{item}.split"), str) and get(f"{item}.split") != "train":
         made["split"] = get(f"{item}.split")
-    made |= _form(t, item)
+    made |= _row_format(t, item)
     leave(t, table("axolotl")["source"], f"{item}.")
     return made
 
 
-def _form(t: Translation, item: str) -> dict[str, Any]:
+def _row_format(t: Translation, item: str) -> dict[str, Any]:
     """Format and columns of a source, by its `type`."""
     source = t.source
     kind = source.text(f"{item}.type")

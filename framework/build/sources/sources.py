@@ -178,7 +178,7 @@ def open_source(
     if not head:
         message = f"`{source.split}` has no rows: the source has {counted(reach.count, 'row')}"
         raise RequestError([Problem(f"{key}.split", message)])
-    return OpenSource(source, key, reach, _find_form(source, head, key, task))
+    return OpenSource(source, key, reach, _find_format(source, head, key, task))
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def _through_first_record(
             return
 
 
-def _find_form(
+def _find_format(
     source: DatasetParams, head: Sequence[tuple[Place, dict[str, Any] | Fault]], key: str, task: Task
 ) -> Format:
     """The format that is set, or detected from the first record. Raises RequestError if there is none."""

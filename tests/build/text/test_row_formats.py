@@ -455,7 +455,7 @@ def test_a_mapped_column_that_is_not_there_is_reported_before_the_form_it_leaves
     assert problem.nearest == "columns: {label:  label}"
 
 
-def test_a_tokenizer_can_be_built_on_rows_of_every_form(write_rows: WriteRows) -> None:
+def test_a_tokenizer_can_be_built_on_rows_of_every_format(write_rows: WriteRows) -> None:
     rows: dict[str, list[dict[str, Any]]] = {
         "preference": [{"prompt": "one ", "chosen": [FOUR], "rejected": [FIVE]}],
         "classification": [{"text": "one", "text_pair": "two", "label": "three"}],
