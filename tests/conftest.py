@@ -10,8 +10,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from _pytest.assertion import rewrite
 
-from tests.forks import ADDRESS, forked, serving
+from tests.forks import ADDRESS, ROOT, forked, serving
 
 Write = Callable[..., Path]
 
@@ -19,11 +20,23 @@ Write = Callable[..., Path]
 def pytest_configure(config: pytest.Config) -> None:
     """All workers of a session share one process that forks, and are forked from it themselves."""
     if not hasattr(config, "workerinput"):
-        ended = contextlib.ExitStack()
-        ended.enter_context(serving())
-        if config.getoption("tx", None):
+        ended, has_workers = contextlib.ExitStack(), bool(config.getoption("tx", None))
+        ended.enter_context(serving(at_once=has_workers))
+        if has_workers:
             ended.enter_context(forked())
+            _compile(config)
         config.add_cleanup(ended.close)
+
+
+def _compile(config: pytest.Config) -> None:
+    """Write the modules of tests with their assertions rewritten, where that is not done, while the process that forks
+    imports: each worker would rewrite all of them, which takes ten seconds."""
+    for path in [] if sys.dont_write_bytecode else ROOT.glob("tests/**/test_*.py"):
+        folder = rewrite.get_cache_dir(path)
+        compiled = folder / f"{path.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(path, compiled) is None and rewrite.try_makedirs(folder):
+            status, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, status, compiled)
 
 
 gc.disable()  # while everything is imported, of which nothing is garbage

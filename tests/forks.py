@@ -129,13 +129,13 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[None]:
+def serving(at_once: bool) -> Iterator[None]:
     """Have a process that forks, on Linux and where there is no card, for this process and those that it starts. It
-    imports nothing before it is first asked."""
+    imports `at_once`, or nothing before it is first asked."""
     if not hasattr(os, "pidfd_open") or any(map(os.path.exists, _CARDS)):
         yield
         return
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.forks import serve; serve()"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.forks import serve; serve({at_once})"
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         address = f"{folder}/forks"
         with socket.socket(socket.AF_UNIX) as door:
@@ -164,7 +164,7 @@ def forked() -> Iterator[None]:
     assert not left, f"{sorted(left)} of the environment stayed changed; undo that, or name them in _READ_LATE"
 
 
-def serve() -> None:
+def serve(at_once: bool) -> None:
     """Fork what is asked for at the socket that is inherited, until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to this process too
     _environment.update(os.environ)
@@ -173,6 +173,8 @@ def serve() -> None:
     watch = selectors.DefaultSelector()
     watch.register(door, selectors.EVENT_READ)
     watch.register(sys.stdin, selectors.EVENT_READ)
+    if at_once:
+        _preload()
     while True:
         for key, _ in watch.select():
             if key.fileobj is door:

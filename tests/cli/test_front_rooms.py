@@ -50,7 +50,7 @@ STEPS = [
     (command("check", "quickstart", "--quick"), HEAVY),
     (command("convert", "recipes/quickstart.yaml"), HEAVY),
     (command("check", "quickstart", "trainng.seed=1", "--json"), HEAVY),
-    ("import framework.run.planning.plan_pool", HEAVY),
+    ("import framework.run.planning.plan_pool, framework.run.publish", HEAVY),
     ("from framework import ModelParams, TrainingConfig, check, load, plan", HEAVY),
 ]
 """Commands of a process, and modules not loaded after each; each must avoid fewer than the one before."""

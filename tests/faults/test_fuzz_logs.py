@@ -31,7 +31,7 @@ def spoiled(dice):
     return damaged(text, dice)
 
 
-@drawn(500, 38_000)
+@drawn(250, 38_000)
 def test_a_damaged_log_is_explained_or_of_no_known_kind(dice):
     with in_time(), contextlib.suppress(RequestError):
         explained = explain_evidence(Evidence(spoiled(dice).decode(errors="replace")))

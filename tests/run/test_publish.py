@@ -158,6 +158,7 @@ def test_a_hub_that_refuses_or_is_not_there_is_a_sentence_with_exit_2(hub, final
     assert main(["push", str(tmp_path), "me/it"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_process
 def test_what_is_sent_is_known_without_torch(final):
     code = "import sys; from framework.run.publish import push; from pathlib import Path; "

@@ -81,6 +81,7 @@ def test_the_module_leaves_the_working_directory_before_it_imports(trapped):
     assert not trapped.exists()
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_in_a_directory_of_traps(trapped):
     arguments = ["plan", str(ROOT / "recipes" / "quickstart.yaml"), "gpu=24gb", "--json"]
     code = f"from framework.__main__ import main; sys.argv[1:] = {arguments!r}; sys.exit(main())"
