@@ -50,8 +50,9 @@ STEPS = [
     (command("check", "quickstart", "--quick"), HEAVY),
     (command("convert", "recipes/quickstart.yaml"), HEAVY),
     (command("check", "quickstart", "trainng.seed=1", "--json"), HEAVY),
-    ("import framework.run.planning.plan_pool, framework.run.publish", HEAVY),
+    ("import framework.run.planning.plan_pool", HEAVY),
     ("from framework import ModelParams, TrainingConfig, check, load, plan", HEAVY),
+    ("import framework.run.publish", ("torch", "datasets", "peft")),
 ]
 """Commands of a process, and modules not loaded after each; each must avoid fewer than the one before."""
 
