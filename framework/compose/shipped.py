@@ -86,7 +86,7 @@ def editors_line() -> str:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """Up to three choices similar to `word`: those that contain it, else those with a similar spelling."""
+    """Up to three choices similar to `name`: those that contain it, else those with a similar spelling."""
     choices = list(choices)
     containing = [choice for choice in choices if name and name.lower() in choice.lower()]
     return ", ".join(containing[:3] or alike(name.lower(), choices)) or None

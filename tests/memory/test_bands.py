@@ -2,8 +2,8 @@
 
 import pytest
 
+from framework.memory.bands import UNCERTAINTY, Band
 from framework.memory.cards import read_card
-from framework.memory.ledger import UNCERTAINTY, Band
 from framework.memory.planning import choose_band
 from framework.schema.config import TrainingConfig
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 
 from framework.errors import DoesNotFit
+from framework.memory.host_use import WORKER_BYTES
 from framework.memory.ledger import Plan
-from framework.memory.planning import WORKER_BYTES
 from framework.memory.units import size
 from framework.run.record.run_folder import held
 from framework.schema.plural import counted

@@ -24,8 +24,9 @@ from framework.build.refuse import refuse_impossible
 from framework.build.resolve_model import settle
 from framework.build.tasks import describe_frozen_model
 from framework.errors import Problem, RequestError
+from framework.memory.host_use import CARDS_A_MACHINE
 from framework.memory.ledger import Plan
-from framework.memory.planning import CARDS_A_MACHINE, make_plan
+from framework.memory.planning import make_plan
 from framework.memory.resolve import describe_float16
 from framework.memory.trace import Kind, Rehearsal, Space, Trace
 from framework.run.components import MOST_BATCHES, Input, components_step
@@ -223,8 +224,14 @@ def _start_from_rows(tracker: Tracker, assembly: Assembly) -> None:
     """Record the passes of `peft.lora_init: eva`, with as many micro-batches as they keep on the device at most. The
     run empties the cache after them, when it has tried the longest rows."""
     batches = [make_batch(assembly, assembly.config.batch.per_device) for _ in range(MOST_BATCHES)]
-    # The decomposition asks whether it has begun, which only changes what it checks.
-    with patch.object(Input, "add", tracker.answering_no()(Input.add)):
+    add = Input.add
+
+    def added(item: Input, states: torch.Tensor) -> None:
+        # The decomposition asks whether it has begun, which only changes what it checks.
+        with patch.multiple(tracker, padded=True, read_values=[]):
+            add(item, states)
+
+    with patch.object(Input, "add", added):
         components_step(assembly, batches[0], tracker.observe)
     del batches
     if assembly.place.kind == "cuda":

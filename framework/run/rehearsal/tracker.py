@@ -59,7 +59,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.read_values: list[str] = []
         self._card = card
         self._vocabulary = vocabulary
-        self._padded = padded
+        self.padded = padded
         self._blocks = Blocks(self.trace)
         self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of each allocated workspace
         self._resize = torch.UntypedStorage.resize_
@@ -339,17 +339,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.trace.bear(size, Kind.TEMPORARIES)
 
     # -- values that do not exist
-    @contextlib.contextmanager
-    def answering_no(self) -> Iterator[None]:
-        """Answer questions about values within the block by no, and leave them out of `read_values`."""
-        before, known = self._padded, len(self.read_values)
-        self._padded = True
-        try:
-            yield
-        finally:
-            self._padded = before
-            del self.read_values[known:]
-
     def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answer an operator that reads device values on the host, or return NotImplemented to run it."""
         tensor = args[0]
@@ -379,7 +368,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.read_values.append(str(packet))
         self.note_wait()
         if tensor.dtype == torch.bool or packet is aten.is_nonzero:
-            return not self._padded
+            return not self.padded
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _on_host(self, size: Sequence[int], dtype: torch.dtype, space: Space) -> torch.Tensor:

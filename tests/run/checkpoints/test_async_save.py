@@ -15,8 +15,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from framework.errors import Interrupted, OutOfMemory, RequestError, SaveFailed, VerificationFailed
-from framework.memory import planning
 from framework.memory.cards import read_card
+from framework.memory.host_use import HOST_BASE_BYTES
 from framework.run import session as session_module
 from framework.run import trainer
 from framework.run.checkpoints import checkpoint as checkpoint_module
@@ -364,14 +364,14 @@ def test_the_copies_are_in_the_plan(gpu):
     else:
         assert asynchronous.peak == without.peak
         during = [made.host_bytes - made.host.end_bytes for made in (asynchronous, without)]
-        assert during[0] - planning.HOST_BASE_BYTES == pytest.approx(held, rel=1e-3)
+        assert during[0] - HOST_BASE_BYTES == pytest.approx(held, rel=1e-3)
         assert during[0] > during[1]
 
 
 def test_of_ranks_that_hold_copies_the_first_alone_copies():
     made = [plan_of("h100_80gb", count=2, save_steps=5, async_save=asynchronous) for asynchronous in (False, True)]
     without, asynchronous = made
-    assert asynchronous.host_bytes - planning.HOST_BASE_BYTES == pytest.approx(asynchronous.checkpoint_bytes, rel=1e-3)
+    assert asynchronous.host_bytes - HOST_BASE_BYTES == pytest.approx(asynchronous.checkpoint_bytes, rel=1e-3)
     assert asynchronous.host.other_bytes == without.host.other_bytes
 
 

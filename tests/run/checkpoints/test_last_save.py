@@ -8,7 +8,7 @@ import torch
 
 from framework.errors import SaveFailed
 from framework.memory.cards import read_card
-from framework.memory.planning import HOST_BASE_BYTES
+from framework.memory.host_use import HOST_BASE_BYTES
 from framework.run import trainer
 from framework.run.checkpoints import checkpoint, saver
 from framework.run.checkpoints.checkpoint import save_checkpoint

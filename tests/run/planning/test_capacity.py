@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from framework.errors import DoesNotFit
+from framework.memory.host_use import WORKER_BYTES
 from framework.memory.ledger import HostUse
-from framework.memory.planning import WORKER_BYTES
 from framework.run.planning import capacity as room
 from tests.reports.plans import GIB, PLAN
 

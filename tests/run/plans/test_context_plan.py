@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from framework.errors import RequestError
-from framework.memory.ledger import Band
+from framework.memory.bands import Band
 from framework.memory.planning import NCCL_BYTES
 from framework.memory.trace import EXCHANGE
 from framework.run.rehearsal.rehearse import record, rehearse

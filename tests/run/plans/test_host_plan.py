@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from framework.memory.cards import read_card
+from framework.memory.host_use import HOST_BASE_BYTES
 from framework.memory.ledger import Plan
-from framework.memory.planning import HOST_BASE_BYTES, make_plan
+from framework.memory.planning import make_plan
 from framework.reports.plan_text import facts
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from framework.memory.allocator import CachingAllocator, replay
-from framework.memory.ledger import UNCERTAINTY, Band, peak_use
+from framework.memory.bands import UNCERTAINTY, Band
+from framework.memory.ledger import peak_use
 from framework.memory.step_time import estimate_step
 from framework.memory.trace import Kind
 from tests.grids import slow

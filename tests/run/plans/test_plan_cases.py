@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from framework.memory.cards import card_of_size, read_card, smallest
+from framework.memory.host_use import HOST_BASE_BYTES, WORKER_BYTES
 from framework.memory.ledger import Plan
-from framework.memory.planning import HOST_BASE_BYTES, NCCL_BYTES, WORKER_BYTES, make_plan
+from framework.memory.planning import NCCL_BYTES, make_plan
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
 from tests.tiny import LLAMA, tiny_config

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.sharded_rows import ROWS as SHARDED_ROWS
 from benchmarks.sharded_rows import step_config
 from framework import load
-from framework.memory import planning
+from framework.memory import host_use
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
 from framework.memory.step_time import step_time, with_update_on_host
@@ -153,8 +153,8 @@ def test_going_on_from_a_checkpoint_takes_no_more_than_training():
 def test_the_host_holds_what_a_save_writes(monkeypatch):
     """A rank its part, of which copies that are written during training are no more; the first all of what it gathers,
     with nothing of it on the device."""
-    monkeypatch.setattr(planning, "LARGEST_FILE", 1000)  # of the export, else more than a part of this small model
-    base = planning.HOST_BASE_BYTES
+    monkeypatch.setattr(host_use, "LARGEST_FILE", 1000)  # of the export, else more than a part of this small model
+    base = host_use.HOST_BASE_BYTES
     whole = plan(4).checkpoint_bytes
     assert plan(4).host_bytes - base == pytest.approx(whole / 4, rel=0.01)
     assert plan(4, state_dict_type="FULL_STATE_DICT").host_bytes - base == pytest.approx(whole, rel=0.01)

@@ -11,7 +11,7 @@ import torch
 from benchmarks.drawn import config_of, drawn
 from framework.build.levers.compiled import WHOLE
 from framework.compose import compose
-from framework.memory.ledger import Band
+from framework.memory.bands import Band
 from framework.memory.planning import choose_band, make_plan
 from framework.memory.step_time import steady_step
 from framework.memory.trace import GRAPH, RECOMPUTED, Launcher
