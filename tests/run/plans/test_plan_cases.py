@@ -205,7 +205,7 @@ def test_states_on_the_host_cost_two_copies_over_the_link_a_step() -> None:
     assert plain.step is not None
     assert away.step is not None
     copies = 2 * 8 * plain.trainable_parameters / (H100["host_link_bytes_per_second"] * 5.5 / 6.3)
-    assert copies < away.step.seconds - plain.step.seconds < 1.25 * copies, "and an update for each weight alone"
+    assert copies < away.step.seconds - plain.step.seconds < 1.3 * copies, "and an update for each weight alone"
     assert away.step.bound_by == "communication"
 
 
