@@ -145,3 +145,12 @@ def test_modules_without_components_are_said(tmp_path, capsys):
     train(asked(tmp_path, peft), planner=None)
     captured = capsys.readouterr()
     assert "2 A matrices drawn as kaiming" in captured.out + captured.err
+
+
+def test_labels_of_rows_leave_all_tokens_to_the_components(tmp_path):
+    asked_for = asked(tmp_path, task="classification")
+    rows = [{"text": f"a row of text, number {number}", "label": "ab"[number % 2]} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = train(asked_for, planner=None, quiet=True).folder
+    found = start_of(folder, "q_proj").double()
+    torch.testing.assert_close(found @ found.T, torch.eye(4).double(), rtol=0, atol=1e-3)

@@ -63,7 +63,7 @@ def _components(session: Session, batches: list[Batch]) -> tuple[list[Input], in
         known = f"{settled} of {len(inputs)} inputs settled, {pace:.1f} s a pass"
         activity.now(f"{WORK}: pass {passes} of at most {EVA_PASSES}, {known}")
         batch = batches[(passes - 1) % len(batches)]
-        tokens = _token_mask(batch).flatten().nonzero()[:, 0]
+        tokens = _token_mask(session, batch).flatten().nonzero()[:, 0]
         components_pass(assembly, batch, tokens, inputs)
         passes += 1
     return inputs, passes
@@ -89,7 +89,7 @@ def _take(inputs: list[Input]) -> int:
 
 
 def _batches_for_start(session: Session) -> list[Batch]:
-    """Micro-batches of the first training rows with at least as many supervised tokens as the highest rank."""
+    """Micro-batches of the first training rows with at least as many usable tokens as the highest rank."""
     named = session.assembly.model.named_parameters()
     shapes = [item.shape for name, item in named if ".lora_A." in name and item.dim() == 2]
     least = max((rank for rank, width in shapes if rank <= width), default=0)
@@ -102,7 +102,7 @@ def _batches_for_start(session: Session) -> list[Batch]:
         multiple=config.padded(1),
     )
     placed = (on_device(session.assembly.place.device, batch) for batch in made)
-    wanted = (batch for batch in placed if int(_token_mask(batch).sum()) >= least)
+    wanted = (batch for batch in placed if int(_token_mask(session, batch).sum()) >= least)
     found: list[Batch] = list(islice(wanted, MOST_BATCHES))
     if not found or not least:
         message = f"no micro-batch has as many supervised tokens as the rank ({least})"
@@ -111,8 +111,9 @@ def _batches_for_start(session: Session) -> list[Batch]:
     return found
 
 
-def _token_mask(batch: Batch) -> Tensor:
-    """Tokens used for the components: the supervised ones, or all except padding; bool `[rows, tokens]`."""
-    if "labels" in batch:
+def _token_mask(session: Session, batch: Batch) -> Tensor:
+    """Tokens used for the components: the supervised ones, or for labels of rows all except padding; bool
+    `[rows, tokens]`."""
+    if "labels" in batch and session.config.training.task.facts.label is None:
         return batch["labels"] != IGNORED
     return batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(batch["input_ids"]).bool()
