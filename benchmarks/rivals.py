@@ -75,6 +75,7 @@ def _settings(job: Job, folder: str, checkpoints: bool) -> dict[str, Any]:
     return {
         "output_dir": folder,
         "per_device_train_batch_size": job.micro,
+        "gradient_accumulation_steps": 1,  # Unsloth's default is 2
         "max_steps": job.steps,
         "learning_rate": RATE,
         "bf16": torch.cuda.is_available(),

@@ -10,6 +10,7 @@ input's instead of three. Parameters, files and merges stay as they are.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -17,6 +18,8 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
+
+from framework.build.adapters.quantize import Packing
 
 SAME_INPUT = (
     ("q_proj", "k_proj", "v_proj"),
@@ -97,12 +100,23 @@ class DoraByRows(DoraLinearLayer):  # type: ignore[misc]
         base = base_layer(x) if base_result is None else base_result
         base = base if bias is None else base - bias
         with torch.no_grad():
-            weight = dequantize_module_weight(base_layer)
+            weight = base_weight(base_layer)
             weight = weight.T if self.fan_in_fan_out else weight
             norms = row_norms(weight, lora_A.weight, lora_B.weight, scaling)
         share = self.weight / norms
         added: Tensor = (share - 1).to(base.dtype) * base + (share * scaling).to(base.dtype) * lora_B(lora_A(x))
         return added
+
+
+def base_weight(layer: Any) -> Tensor:
+    """The dequantized weight of an adapted layer. peft asks for the class of a 4-bit weight, which splits a compiled
+    block's graph in two."""
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None or isinstance(state, Packing):
+        return dequantize_module_weight(layer)  # type: ignore[no-any-return]
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(layer.weight, state)  # type: ignore[no-any-return]
 
 
 def row_norms(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.dora import DoraLinearLayer
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.build.adapters.products import DoraByRows, InInputDtype, Together, row_norms
+from framework.build.adapters.products import DoraByRows, InInputDtype, Together, norm_by_rows, row_norms
 from framework.run.step import train_step
 from tests.grids import thinned
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
@@ -152,3 +154,14 @@ def test_dora_makes_nothing_as_large_as_a_weight():
     with Products() as seen:
         layer(torch.ones(4, 512, dtype=torch.bfloat16), lora_A=down, lora_B=up, scaling=1.0, base_layer=base)
     assert seen.largest <= 512 * 8
+
+
+def test_dora_over_4_bits_is_one_graph() -> None:
+    """peft's own look at the class of a 4-bit weight splits each block of a compiled model."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    adapted = get_peft_model(nn.Sequential(layer), LoraConfig(r=4, target_modules=["0"], use_dora=True))
+    norm_by_rows(adapted)
+    assert isinstance(adapted.base_model.model[0].lora_magnitude_vector["default"], DoraByRows)
+    found = torch._dynamo.explain(adapted.base_model.model[0])(torch.randn(2, 64))
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
