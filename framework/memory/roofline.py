@@ -32,16 +32,26 @@ class Efficiency:
     """The same for 2-byte matrices with an odd row length, such as a vocabulary of 50,257, for which cuBLAS only has
     old kernels."""
     product_float32: float
+    product_grouped: float
+    """The same for a grouped product of 2-byte matrices, as experts have them."""
     attention_forward: float
     attention_backward: float
     attention_narrow: float
     """Exponent of (head width / 128) by which narrower heads reach less."""
     attention_float32: float
     """Share of the rate without tensor cores, which the float32 kernel uses in part."""
+    attention_float32_narrow: float
+    """`attention_narrow` of the float32 kernel."""
     bandwidth: float
     """Elementwise kernels and copies."""
     reduction_bandwidth: float
     """Reductions, sorts, gathers and scatters."""
+    column_bandwidth: float
+    """Sums over rows, such as gradients of biases and norms, and LayerNorm."""
+    norm_backward_bandwidth: float
+    """Backward of LayerNorm, which sums over rows twice."""
+    sort_seconds: float
+    """Time of a sort, scan or histogram of few values, which takes several kernels."""
     update_bandwidth: float
     """Foreach updates of an optimizer."""
     triton_bandwidth: float
@@ -73,13 +83,18 @@ class Efficiency:
 CALIBRATED = Efficiency(
     product=0.734,
     product_odd=0.117,
-    product_float32=0.745,
+    product_float32=0.82,
+    product_grouped=0.4,
     attention_forward=0.355,
     attention_backward=0.354,
     attention_narrow=0.504,
     attention_float32=0.82,
+    attention_float32_narrow=1.1,
     bandwidth=0.72,
     reduction_bandwidth=0.8,
+    column_bandwidth=0.33,
+    norm_backward_bandwidth=0.23,
+    sort_seconds=20e-6,
     update_bandwidth=0.46,
     triton_bandwidth=0.7,
     compiled_bandwidth=0.711,
@@ -91,7 +106,8 @@ CALIBRATED = Efficiency(
 """Fitted to the individually timed kernels of 16 steps on an H200 (torch 2.11+cu130, 2026-11-29), so that the median
 kernel of each class takes its planned time. The median error of a step's card time is 7.3 % on these steps and 8.9 % on
 14 others (18 % before; benchmarks/results/step_time_phases_h200.json). Products, attention and generated kernels are
-fitted to twelve older steps and to whole steps."""
+fitted to twelve older steps and to whole steps; float32, grouped products, sums over rows, LayerNorm and sorts to six
+steps and 684 single products of another H200 (2026-11-30; docs/evidence/planner.md)."""
 
 
 def kernel_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency = CALIBRATED) -> tuple[float, float]:
@@ -100,6 +116,8 @@ def kernel_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency
     traffic = operation.bytes / (card.bandwidth_bytes_per_second * _bandwidth_share(operation, efficiency))
     if _is_attention(operation):
         traffic = 0.0  # scores stay on the chip, and operands are small compared with the arithmetic
+    if operation.name in _SORTS:
+        traffic += efficiency.sort_seconds
     return _arithmetic_seconds(operation, card, efficiency), traffic
 
 
@@ -118,11 +136,17 @@ def _bandwidth_share(operation: Operation, efficiency: Efficiency) -> float:
         return efficiency.compiled_bandwidth
     if operation.tensors > 1:
         return efficiency.update_bandwidth
+    if operation.name == "native_layer_norm_backward":
+        return efficiency.norm_backward_bandwidth
+    if operation.name == "native_layer_norm" or (operation.name == "sum" and operation.phase == "backward"):
+        return efficiency.column_bandwidth
     return efficiency.reduction_bandwidth if operation.name in _REDUCTIONS else efficiency.bandwidth
 
 
 _UNPACKS = ("unpack", "dequantize_4bit", "dequantize_blockwise")
 """Kernels of bitsandbytes in compiled code."""
+
+_SORTS = ("sort", "topk", "cumsum", "histc")
 
 _REDUCTIONS = frozenset(
     {
@@ -143,6 +167,7 @@ def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Effic
         share = _attention_share(operation, efficiency, full)
     else:
         rate = efficiency.product if operation.is_aligned else efficiency.product_odd
+        rate = efficiency.product_grouped if operation.name == "_grouped_mm" else rate
         share = efficiency.product_float32 if full else rate
         share *= occupancy(operation.shape, card.multiprocessors or 1)
     start = efficiency.product_seconds if card.product_seconds is None else card.product_seconds
@@ -150,12 +175,13 @@ def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Effic
 
 
 def _attention_share(operation: Operation, efficiency: Efficiency, full: bool) -> float:
+    width = operation.shape[-1] if operation.shape else _WIDE_HEAD
+    narrow = min(1.0, width / _WIDE_HEAD)
     if full:
-        return efficiency.attention_float32
+        return float(efficiency.attention_float32 * narrow**efficiency.attention_float32_narrow)
     backward = operation.name.endswith("backward")
     share = efficiency.attention_backward if backward else efficiency.attention_forward
-    width = operation.shape[-1] if operation.shape else _WIDE_HEAD
-    return float(share * min(1.0, width / _WIDE_HEAD) ** efficiency.attention_narrow)
+    return float(share * narrow**efficiency.attention_narrow)
 
 
 def dense_rate(dtype: str, card: GPUParams) -> float:

@@ -159,7 +159,7 @@ def repeat_micro_batches(step: StepTime, one_more: StepTime, times: int) -> Step
     )
 
 
-HOST_SHARES = (0.84, 1.04, 1.28)
+HOST_SHARES = (0.84, 1.03, 1.28)
 """Host speeds whose step times are averaged if the host was not measured, as shares of the fitted host times: the 1/6,
 1/2 and 5/6 quantiles of the eight machines with an H200 in the fit, which range from 0.79 to 1.4 (2026-11;
 benchmarks/results/step_time_fit_h200.json). A step takes the longer of card and host time, so if both are similar, a

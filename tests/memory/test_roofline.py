@@ -85,3 +85,36 @@ def test_other_kernels_take_their_traffic_at_a_share_by_what_they_do(
 ) -> None:
     operation = Operation(name, "forward", 0, 10**10, "bfloat16", (), launcher, tensors)
     assert kernel_seconds(operation, CARD) == (0.0, pytest.approx(1e10 / (1e12 * share)))
+
+
+def test_narrow_float32_heads_reach_less_of_the_rate() -> None:
+    wide, narrow = (
+        Operation("_scaled_dot_product_efficient_attention", "forward", 10**12, 8, "float32", (8, 1024, 1024, width))
+        for width in (128, 64)
+    )
+    start = CALIBRATED.product_seconds
+    assert arithmetic(wide) == pytest.approx(10**12 / (1e13 * 0.82) + start)
+    assert arithmetic(narrow) == pytest.approx(10**12 / (1e13 * 0.82 * 0.5**1.1) + start)
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "expected"),
+    [
+        ("sum", "forward", 1e9 / (1e12 * 0.8)),
+        ("sum", "backward", 1e9 / (1e12 * 0.33)),
+        ("native_layer_norm", "forward", 1e9 / (1e12 * 0.33)),
+        ("native_layer_norm_backward", "backward", 1e9 / (1e12 * 0.23)),
+        ("sort", "forward", 1e9 / (1e12 * 0.8) + 20e-6),
+    ],
+)
+def test_sums_over_rows_are_slower_than_those_within_one_and_a_sort_takes_several_kernels(
+    name: str, phase: str, expected: float
+) -> None:
+    assert kernel_seconds(Operation(name, phase, 0, 10**9, ""), CARD)[1] == pytest.approx(expected)
+
+
+def test_a_grouped_product_reaches_about_half_of_the_rate_of_a_plain_one() -> None:
+    plain = product(8192, 8192, 8192)
+    start, ratio = CALIBRATED.product_seconds, CALIBRATED.product / CALIBRATED.product_grouped
+    assert arithmetic(plain._replace(name="_grouped_mm")) - start == pytest.approx(ratio * (arithmetic(plain) - start))
+    assert 1.7 < ratio < 2
