@@ -48,8 +48,13 @@ def read(config: TrainingConfig) -> Plan | None:
 def for_card(plan: Plan, config: TrainingConfig) -> Plan:
     """A plan with the usable memory of a config's card, and the assumption about it, which may have changed since."""
     begin = f"{config.gpu.name}: {USABLE} "
-    lines = [line for line in plan.assumptions if not line.startswith(begin)]
-    lines += [line for line in assumptions(config.gpu) if line.startswith(begin)]
+    lines, current = list[str](), [line for line in assumptions(config.gpu) if line.startswith(begin)]
+    for line in plan.assumptions:  # replaced in place
+        if line.startswith(begin):
+            lines, current = [*lines, *current], []
+        else:
+            lines.append(line)
+    lines += current
     device = replace(plan.device, usable_bytes=config.gpu.usable_bytes)
     return replace(plan, device=device, assumptions=tuple(lines))
 
