@@ -24,7 +24,7 @@ from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 from tests.grids import chosen, slow, to_make
 from tests.run.ranks.test_sharded import saved, tokenizer
-from tests.sharded import on_two, settings, sharded, trained, weights
+from tests.sharded import STEPS, on_two, settings, sharded, trained, weights
 from tests.tiny import GPT2, LLAMA, pairs, split_pairs, tiny_assembly
 
 pytest.importorskip("bitsandbytes")
@@ -96,10 +96,11 @@ def gathered_bytes(assembly: Any) -> dict[str, torch.Tensor]:
 
 def look(cases: Sequence[str], trained_ones: Sequence[str], ranks: Ranks, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    assemblies: dict[str, Any] = {}
     torch._foreach_copy_ = copy_as_cuda_does
     for name in cases:
         own = Ranks(ranks.rank, ranks.world, 0, 1) if name.startswith("hybrid") else ranks
-        assembly = sharded(case(name, 2, folder), own)
+        assemblies[name] = assembly = sharded(case(name, 2, folder), own)
         readings = {reading.key: [reading.found, reading.source] for reading in verify(assembly)}
         held = [*assembly.model.parameters(), *assembly.model.buffers(), *scale_tensors(assembly.model)]
         sizes = sorted(local_part(tensor).nbytes for tensor in held)
@@ -111,14 +112,13 @@ def look(cases: Sequence[str], trained_ones: Sequence[str], ranks: Ranks, folder
             if ranks.is_main:
                 save_file(after, folder / f"{name}-after.safetensors")
         save_file(gathered_bytes(assembly), folder / f"{name}-gathered-{ranks.rank}.safetensors")
-    assembly = sharded(case("mixed", 2, folder), ranks)
-    trained(assembly, [1, 2])
-    checkpoint = saved(folder, assembly, 2)
+    assembly = assemblies["mixed"]
+    checkpoint = saved(folder, assembly, STEPS)
     export_sharded(assembly, tokenizer(), folder / "final")
-    found["straight"], _ = trained(assembly, [3, 4])
+    found["straight"], _ = trained(assembly, [STEPS + 1, STEPS + 2])
     again = sharded(case("mixed", 2, folder), ranks)
     load_checkpoint(checkpoint, again)
-    found["resumed"], _ = trained(again, [3, 4])
+    found["resumed"], _ = trained(again, [STEPS + 1, STEPS + 2])
     judged = case("mixed", 2, folder, model={"load_pretrained_weights": False}, task="preference")
     assembly = sharded(judged, ranks)
     before = take_fingerprints(assembly)
@@ -176,7 +176,7 @@ def test_in_half_precision_losses_agree_to_its_rounding(name, found):
     folder, ranks = found
     losses, _ = trained(alone(name, folder))
     assert ranks[0][name]["losses"] == pytest.approx(losses, rel=2e-3)
-    assert losses[-1] < losses[0] - 0.05
+    assert losses[-1] < losses[0] - 0.03
 
 
 @pytest.mark.parametrize("name", chosen(QUICK, CASES))
@@ -237,8 +237,8 @@ def test_a_resumed_run_resumes_and_so_does_one_process(found):
     folder, ranks = found
     assert ranks[0]["resumed"] == ranks[0]["straight"]
     one = tiny_assembly(case("mixed", 1, folder))
-    load_checkpoint(folder / "checkpoints" / "step-00000002", one)
-    assert trained(one, [3, 4])[0] == pytest.approx(ranks[0]["straight"], rel=2e-3)
+    load_checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}", one)
+    assert trained(one, [STEPS + 1, STEPS + 2])[0] == pytest.approx(ranks[0]["straight"], rel=2e-3)
     exported = load_file(folder / "final" / "adapter_model.safetensors")
     assert len(exported) == 2 * 14
     assert all(bool(tensor.any()) for tensor in exported.values())
