@@ -206,7 +206,7 @@ def test_warns_when_generation_blocks_leave_the_end_out(make_tokenizer: MakeToke
     assert "leaves out '<|im_end|>'" in warning
 
 
-def test_a_template_that_is_slow_for_each_row_ends_soon(
+def test_a_template_that_is_slow_for_each_row_ends_after_a_second(
     make_tokenizer: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "TRIED_SECONDS", 0.25)
