@@ -90,7 +90,7 @@ def save_asynchronously(folder: Path, assembly: Any, step: int, group: Any) -> s
         writer.begin(contents, write, (*assembly.trained, *state_tensors(assembly)))
     trained(assembly, [step + 1])
     has_stepped.set()
-    trained(assembly, [step + 2])
+    trained(assembly, [step + 2, step + 3])
     try:
         writer.wait()
     except SaveFailed as error:
