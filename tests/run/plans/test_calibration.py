@@ -48,7 +48,7 @@ RESERVED_KNOWN = {"llama3.2_1b-2-1024-foreach-fp32": -0.035}
 SECONDS = 0.30
 SECONDS_OF_HOST = 0.65
 """The same of steps that wait for the host, whose speed differed between processes: Gemma 3's needed 0.7 of the fitted
-times, BERT's of the same call 1.8 (docs/evidence/planner.md)."""
+times, BERT's of the same call 1.5 or more (docs/evidence/planner.md)."""
 
 
 FRESH_RESERVED_KNOWN = {
