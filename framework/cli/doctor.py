@@ -73,7 +73,11 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
     with Measurements() as measured:  # it loads its libraries while this process does
         from framework.run.planning.calibrate import calibrate, calibrate_host, has_card, section, to_card
 
-        card = to_card(calibrate(measured)) if has_card() else calibrate_host()
+        if has_card():
+            card = to_card(calibrate(measured))
+        else:
+            measured.wait()  # torch may not support a card that the driver lists
+            card = calibrate_host()
     text = section(card, "Measured by `tunesmith doctor --calibrate`: a preset, gpu=FILE.")
     if "capacity_bytes" not in card:
         text = section(card, "Measured by `tunesmith doctor --calibrate`, without a card: a section for a recipe.")

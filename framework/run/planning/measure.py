@@ -154,8 +154,10 @@ def _measured_in_fork(config: Mapping[str, Any]) -> dict[str, Any]:
     os.close(writes)
     with os.fdopen(reads) as answer:
         text = answer.read()
-    _, status = os.waitpid(child, 0)
-    return json.loads(text) if text else {"fault": f"its process ended: {os.waitstatus_to_exitcode(status)}"}
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:  # it printed nothing, and the last line is reported
+        print(f"its process was ended by signal {-code}", file=sys.stderr, flush=True)
+    return json.loads(text) if text else {"fault": f"its process ended: {code}"}
 
 
 def _answer(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from framework.run.planning import measure, measurements
 from framework.run.planning.measurements import Measured, Measurements
 from framework.schema.config import TrainingConfig
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # Python 3.12
+
 FOUND = Measured("a card", 1, 2, 3, 0.5, 100.0, {"forward": 1}, 2.5, "2.13.0")
 
 
@@ -30,7 +32,7 @@ def test_a_fork_answers_with_the_measurement_of_the_config(monkeypatch) -> None:
     assert Measured(**answer_of(monkeypatch, measured)) == FOUND
 
 
-def test_problems_come_back_and_a_fork_that_is_killed_is_a_fault(monkeypatch) -> None:
+def test_problems_come_back_and_a_fork_that_is_killed_is_a_fault(monkeypatch, capsys) -> None:
     def refused(_: TrainingConfig) -> Measured:
         raise RequestError([Problem("--measure", "no")])
 
@@ -47,6 +49,7 @@ def test_problems_come_back_and_a_fork_that_is_killed_is_a_fault(monkeypatch) ->
     assert answer_of(monkeypatch, refused)["errors"] == [Problem("--measure", "no").to_json()]
     assert answer_of(monkeypatch, full) == {"out_of_memory": "tried 9 GiB"}
     assert answer_of(monkeypatch, killed) == {"fault": "its process ended: -9"}
+    assert capsys.readouterr().err == "its process was ended by signal 9\n"
     assert answer_of(monkeypatch, broken) == {"fault": "its process ended: 1"}
 
 
