@@ -65,10 +65,8 @@ def _failed(error: Exception | SystemExit, typed: Sequence[str]) -> int:
                 return error.exit_code
             return _refused(error.problems, error.exit_code, typed)
         case TyperException():
-            message, verb = (
-                error.format_message(),
-                next((argument for argument in typed if not argument.startswith("-")), ""),
-            )
+            message = error.format_message()
+            verb = next((argument for argument in typed if not argument.startswith("-")), "")
             if message.startswith("Missing argument"):
                 message = f"{message.removesuffix('.')}: `tunesmith {verb} --help` explains it"
             message, _, possible = message.partition(" (Possible options: ")

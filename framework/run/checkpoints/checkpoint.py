@@ -339,9 +339,8 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, is_other_allowed: bool
         load_parts(checkpoint, assembly, state["optimizer"])
     else:
         _load_whole(checkpoint, assembly, state["optimizer"])
-    first_of_group = (
-        assembly.ranks.rank - assembly.ranks.rank % assembly.ranks.same_rows
-    )  # same rows, same random states
+    # Ranks with the same rows have the same random states.
+    first_of_group = assembly.ranks.rank - assembly.ranks.rank % assembly.ranks.same_rows
     if first_of_group == 0:
         restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
     elif (own := checkpoint / _random_of(first_of_group)).exists():  # otherwise there were fewer ranks
