@@ -45,6 +45,7 @@ def measured(row):
     return {"rank": int(os.environ["RANK"]), "card": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()}
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_costs_no_other(tmp_path: Path):
     """Two ranks take row after row; after a failure they are new ones."""
     rows = [{"name": "a"}, {"name": "b", "fails": True}, {"name": "c"}, {"name": "d"}]
