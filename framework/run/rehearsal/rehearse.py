@@ -76,12 +76,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
         from framework.run.rehearsal.fake_ranks import fake_ranks
 
         several = fake_ranks(config.gpu, ranks.world, tracker, config.fsdp.is_on_host)
-    launches: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    launched: tuple[str, ...] = ()
-    if config.model.enable_liger_kernel is True:
-        from framework.run.rehearsal.triton_launches import NOTE, noted_launches
-
-        launches, launched = noted_launches(tracker.record_launch), (NOTE,)
+    launches, launched = _launches_of_liger(config, tracker)
     own = listening(tracker.record_launch)
     with _no_garbage_collection(), fake_device(config.gpu) as mode, several, launches, own:
         with torch.device(place.device):  # so that adapters also have no storage
@@ -113,6 +108,17 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     notes += (*describe_frozen_model(config, assembly.frozen_model), *describe_routers(config, architecture))
     notes += describe_float16(config, architecture.get_text_config().to_dict())
     return Rehearsal(config, trace, footprint, micro_batches, read_values, notes, warnings)
+
+
+def _launches_of_liger(
+    config: TrainingConfig, tracker: Tracker
+) -> tuple[contextlib.AbstractContextManager[None], tuple[str, ...]]:
+    """What notes the launches of Liger's kernels in `tracker`, and the plan's assumption about them."""
+    if config.model.enable_liger_kernel is not True:
+        return contextlib.nullcontext(), ()
+    from framework.run.rehearsal.triton_launches import NOTE, noted_launches
+
+    return noted_launches(tracker.record_launch), (NOTE,)
 
 
 def rehearsed_ranks(config: TrainingConfig) -> Ranks:
