@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -34,6 +35,7 @@ from framework.memory.requirements import is_installed
 from framework.run.planning.host_probe import probe_host, shares_of
 from framework.run.planning.measurements import Measured, Measurements
 from framework.run.planning.plan_pool import Rehearsals
+from framework.run.ranks.environment import python_command
 from framework.run.record.meter import Meter
 from framework.run.step import reference_step, train_step
 from framework.schema.config import TrainingConfig
@@ -136,7 +138,9 @@ def serve() -> None:
     gc.freeze()
     for line in sys.stdin:
         if (document := json.loads(line)) is not None:
-            document = _measured_in_fork(document)
+            # torchao, which transformers imports, may start CUDA, which forks could not use
+            has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            document = _measured_afresh(document) if has_started else _measured_in_fork(document)
         print(json.dumps(document), file=answers, flush=True)
 
 
@@ -158,6 +162,18 @@ def _measured_in_fork(config: Mapping[str, Any]) -> dict[str, Any]:
     if code < 0:  # it printed nothing, and the last line is reported
         print(f"its process was ended by signal {-code}", file=sys.stderr, flush=True)
     return json.loads(text) if text else {"fault": f"its process ended: {code}"}
+
+
+def _measured_afresh(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer for a config from an interpreter of its own."""
+    code = f"import json; from {__name__} import _answer; print(json.dumps(_answer(json.load(sys.stdin))))"
+    done = subprocess.run(
+        python_command(code, flags=("-W", "ignore")), input=json.dumps(config), stdout=subprocess.PIPE, text=True
+    )
+    lines = done.stdout.splitlines()  # libraries may have printed others before
+    return (
+        json.loads(lines[-1]) if lines and not done.returncode else {"fault": f"its process ended: {done.returncode}"}
+    )
 
 
 def _answer(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,3 +76,10 @@ def test_the_real_server_says_that_there_is_no_card() -> None:
         for _ in range(2):
             with pytest.raises(RequestError, match="no CUDA card"):
                 measured(TrainingConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_where_cuda_has_started_a_fresh_interpreter_measures() -> None:
+    answer = measure._measured_afresh(TrainingConfig().model_dump(mode="json"))
+    assert answer["errors"][0]["message"] == "this machine has no CUDA card to measure on"
