@@ -36,7 +36,8 @@ ADDRESS = "TUNESMITH_TEST_FORKS"
 _READ_LATE = {"COLUMNS", "GLOO_SOCKET_IFNAME", "NO_COLOR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONSAFEPATH", "TERM"}
 _READ_LATE |= {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
 _READ_LATE |= {"PYTEST_CURRENT_TEST", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_CPP_LOG_LEVEL", "XDG_CACHE_HOME", ADDRESS}
-_READ_LATE |= {"TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
+_READ_LATE |= {"PYTORCH_NVML_BASED_CUDA_CHECK", "TOKENIZERS_PARALLELISM"}
+_READ_LATE |= {"TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 """Variables of the environment that nothing reads while it is imported; where others differ a process is started."""
 _PRELOADED = ("framework.cli", "framework.run.trainer", "framework.run.launch.launch", "tests.sharded")
 _PRELOADED += ("framework.run.planning.what_if", "framework.run.planning.plan_pool", "datasets", "peft")

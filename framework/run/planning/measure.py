@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -33,9 +32,9 @@ from framework.memory.cards import card_names, card_of_size, installed_cards, re
 from framework.memory.ledger import Plan
 from framework.memory.requirements import is_installed
 from framework.run.planning.host_probe import probe_host, shares_of
-from framework.run.planning.measurements import Measured, Measurements
+from framework.run.planning.measurements import IS_LAST, Measured, Measurements
 from framework.run.planning.plan_pool import Rehearsals
-from framework.run.ranks.environment import python_command
+from framework.run.planning.server import end_with_client
 from framework.run.record.meter import Meter
 from framework.run.step import reference_step, train_step
 from framework.schema.config import TrainingConfig
@@ -140,7 +139,7 @@ def serve() -> None:
         if (document := json.loads(line)) is not None:
             # torchao, which transformers imports, may start CUDA, which forks could not use
             has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            document = _measured_afresh(document) if has_started else _measured_in_fork(document)
+            document = {**_answer(document), IS_LAST: True} if has_started else _measured_in_fork(document)
         print(json.dumps(document), file=answers, flush=True)
 
 
@@ -164,19 +163,9 @@ def _measured_in_fork(config: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(text) if text else {"fault": f"its process ended: {code}"}
 
 
-def _measured_afresh(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer for a config from an interpreter of its own."""
-    code = f"import json; from {__name__} import _answer; print(json.dumps(_answer(json.load(sys.stdin))))"
-    done = subprocess.run(
-        python_command(code, flags=("-W", "ignore")), input=json.dumps(config), stdout=subprocess.PIPE, text=True
-    )
-    lines = done.stdout.splitlines()  # libraries may have printed others before
-    return (
-        json.loads(lines[-1]) if lines and not done.returncode else {"fault": f"its process ended: {done.returncode}"}
-    )
-
-
 def _answer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer, measured in this process, which ends early if nobody waits for it."""
+    end_with_client()
     try:
         return measure(TrainingConfig.model_validate(config)).to_json()
     except RequestError as error:
@@ -240,12 +229,13 @@ def compare(measured: Measurements) -> tuple[str, list[Compared]]:
     if not cards or not torch.cuda.is_available() or (name := cards[0].name) is None:
         raise RequestError([Problem("--compare", "this machine has no CUDA card that plans are made for")])
     facts = read_card(name) if name in card_names() else card_of_size(name)
-    measured.wait()
-    configs = _configs({**(facts or {}), "host": shares_of(probe_host()).model_dump()})
+    found = [_measured(name, config, measured) for name, config in _configs(facts or {}).items()]
+    # Last, since torch's compiler, which it uses, takes memory of the card for this process
+    host = shares_of(probe_host()).model_dump()
+    configs = _configs({**(facts or {}), "host": host})
     with Rehearsals() as rehearsals:
         plans = rehearsals.plans([*configs.values()])
-    rows = zip(configs.items(), plans, strict=True)
-    return cards[0].product, [_compared(name, plan, config, measured) for (name, config), plan in rows]
+    return cards[0].product, [_compared(*row) for row in zip(configs, plans, found, strict=True)]
 
 
 def _configs(card: Mapping[str, Any]) -> dict[str, TrainingConfig]:
@@ -263,20 +253,25 @@ def _configs(card: Mapping[str, Any]) -> dict[str, TrainingConfig]:
     }
 
 
-def _compared(name: str, plan: Plan, config: TrainingConfig, measured: Measurements) -> Compared:
+def _measured(name: str, config: TrainingConfig, measured: Measurements) -> Measured | None:
+    """The measurement of a step, None if it does not fit."""
     try:
         with doing(f"measuring the step `{name}`"):
-            found = measured(config)
+            return measured(config)
     except OutOfMemory:
+        return None
+
+
+def _compared(name: str, plan: Plan, found: Measured | None) -> Compared:
+    if found is None:
         return Compared(name)
-    seconds = None if plan.step is None else plan.step.seconds / found.step_seconds - 1
     use = plan.step_peak
     return Compared(
         name,
         True,
         use.allocated_bytes / found.allocated_bytes - 1,
         use.device_bytes / found.device_bytes - 1,
-        seconds,
+        None if plan.step is None else plan.step.seconds / found.step_seconds - 1,
     )
 
 

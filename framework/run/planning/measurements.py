@@ -16,6 +16,8 @@ from framework.schema.config import TrainingConfig
 _COMMAND = python_command("from framework.run.planning.measure import serve; serve()", flags=("-W", "ignore"))
 _ASK_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """`torch.cuda.is_available` then starts no CUDA, which forks could not use."""
+IS_LAST = "is_last"
+"""Key of the answer of a server that has measured without a fork, and still holds memory of the card."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,17 @@ class Measurements:
 
         Raises RequestError without a card, OutOfMemory if a step does not fit, TunesmithError if the process ended.
         """
-        if self._server is None:
-            self._server = _server()
-        answer = self._server.ask(config.model_dump(mode="json"))
+        server = self._server = self._server or _server()
+        answer = server.ask(config.model_dump(mode="json"))
+        if answer.pop(IS_LAST, False):
+            server.end()
+            self._server = None
         if "errors" in answer:
             raise RequestError([Problem(**problem) for problem in answer["errors"]])
         if "out_of_memory" in answer:
             raise OutOfMemory(answer["out_of_memory"])
         if "fault" in answer:
-            raise self._server.failure(answer["fault"])
+            raise server.failure(answer["fault"])
         return Measured(**answer)
 
 

@@ -23,7 +23,7 @@ from framework.memory.ledger import Plan, Terms
 from framework.memory.planning import make_plan
 from framework.memory.trace import Rehearsal
 from framework.run.planning import plan_cache
-from framework.run.planning.server import Server
+from framework.run.planning.server import Server, end_with_client
 from framework.run.ranks.environment import python_command
 from framework.run.rehearsal.block_settings import shared_rehearsal, shared_work
 from framework.schema.choices import PeftMethod
@@ -261,6 +261,7 @@ class _Worker:
 def _work(questions: IO[str], answers: IO[str]) -> NoReturn:
     """Run a fork: plan the configs of each line until there are no more, then exit."""
     memory = _Memory()
+    end_with_client()
     try:
         for line in questions:
             found = []

@@ -4,8 +4,11 @@ It loads its libraries once and forks for each question. This module itself load
 """
 
 import json
+import os
+import select
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -53,10 +56,28 @@ class Server:
         return failure
 
     def kill(self) -> None:
-        """Kill the process; whoever waits for an answer then raises TunesmithError."""
+        """Kill the process and its forks; whoever waits for an answer then raises TunesmithError."""
+        assert self._process.stdin is not None
         self._process.kill()
+        with suppress(OSError):  # a part of a question is left
+            self._process.stdin.close()
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        """Kill the process and its forks, and wait for their end."""
+        assert self._process.stdout is not None
+        self.kill()
+        with self._process:
+            self._process.stdout.read()  # forks have it too
         self._complaints.close()
+
+
+def end_with_client() -> None:
+    """In a server or its fork: end this process at once, also amid its work, when the client ends or calls `kill`."""
+
+    def wait() -> None:
+        client = select.poll()
+        client.register(0, 0)  # no event but that its other end is closed
+        client.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="client").start()

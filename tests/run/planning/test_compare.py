@@ -1,13 +1,23 @@
 """Steps that are planned and measured; the measuring itself on a card only."""
 
 import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from framework.cli import main
+from framework.errors import OutOfMemory
 from framework.memory.cards import read_card
+from framework.memory.ledger import Plan
+from framework.run.planning import measure
+from framework.run.planning.host_probe import REFERENCE, HostSpeed
 from framework.run.planning.measure import COMPARED, Compared, _configs, summary
+from framework.run.planning.measurements import Measured, Measurements
+from framework.run.planning.plan_pool import Rehearsals
+from framework.schema.config import TrainingConfig
 
 
 def test_the_steps_are_ones_that_a_card_of_8_gb_is_planned_for() -> None:
@@ -24,6 +34,36 @@ def test_one_line_says_what_was_compared() -> None:
     assert line.endswith("full +0.1% -2.0% -; adapter did not fit did not fit did not fit")
 
 
+def test_steps_are_measured_before_this_process_takes_memory_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def measured(config: TrainingConfig) -> Measured:
+        done.append("measured")
+        if config.training.use_peft:
+            raise OutOfMemory("tried 9 GiB")
+        return Measured("a card", 1000, 0, 2000, 0.5, 1.0, {}, 2.5, "2.13.0")
+
+    def probe_host() -> HostSpeed:
+        done.append("probed")
+        return HostSpeed({kind: 2 * seconds for kind, seconds in REFERENCE.items()}, 1.0)
+
+    class Planned(Rehearsals):
+        def plans(self, configs: Sequence[TrainingConfig]) -> list[Plan]:
+            assert all(config.gpu.host is not None and config.gpu.host.python == 2.0 for config in configs)
+            use, step = SimpleNamespace(allocated_bytes=1100, device_bytes=1900), SimpleNamespace(seconds=0.6)
+            return [cast(Plan, SimpleNamespace(step_peak=use, step=step))] * len(configs)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure, "installed_cards", lambda: [SimpleNamespace(name="h200_141gb", product="NVIDIA H200")])
+    monkeypatch.setattr(measure, "probe_host", probe_host)
+    monkeypatch.setattr(measure, "Rehearsals", Planned)
+    name, rows = measure.compare(cast(Measurements, measured))
+    assert name == "NVIDIA H200"
+    assert done == ["measured"] * len(rows) + ["probed"]
+    assert [row.name for row in rows] == [*_configs({})]
+    assert {row.cells()[1:] for row in rows} == {("+10.0%", "-5.0%", "+20.0%"), ("did not fit",) * 3}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_it_is_a_wrong_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--compare"]) == 2
@@ -34,4 +74,4 @@ def test_without_a_card_it_is_a_wrong_request(capsys: pytest.CaptureFixture[str]
 def test_a_card_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--compare", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert all(abs(row["allocated"]) < 0.01 for row in rows if row["fits"])
+    assert all(abs(row["allocated"]) < 0.01 and abs(row["used"]) < 0.04 for row in rows if row["fits"])

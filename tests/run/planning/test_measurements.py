@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch
 from framework.errors import OutOfMemory, Problem, RequestError, TunesmithError
 from framework.run.planning import measure, measurements
 from framework.run.planning.measurements import Measured, Measurements
+from framework.run.ranks.environment import python_command
 from framework.schema.config import TrainingConfig
+from tests.processes import is_working, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # Python 3.12
 
@@ -69,7 +73,6 @@ def test_each_answer_is_raised_as_its_error(kind, monkeypatch) -> None:
         measured(TrainingConfig())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_the_real_server_says_that_there_is_no_card() -> None:
     with Measurements() as measured:
@@ -78,8 +81,38 @@ def test_the_real_server_says_that_there_is_no_card() -> None:
                 measured(TrainingConfig())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_where_cuda_has_started_a_fresh_interpreter_measures() -> None:
-    answer = measure._measured_afresh(TrainingConfig().model_dump(mode="json"))
-    assert answer["errors"][0]["message"] == "this machine has no CUDA card to measure on"
+def command_of(*lines: str) -> list[str]:
+    """A server whose measurement, `measured`, is given by lines of code."""
+    code = ("import os, time, torch", "from framework.run.planning import measure", *lines)
+    return python_command("\n".join([*code, "measure.measure = measured", "measure.serve()"]), flags=("-W", "ignore"))
+
+
+def test_where_cuda_has_started_each_server_measures_once_itself(monkeypatch) -> None:
+    names = dict.fromkeys(FOUND.to_json(), 0)
+    answer = f"def measured(config): return measure.Measured(**{{**{names}, 'device_name': str(os.getpid())}})"
+    monkeypatch.setattr(measurements, "_COMMAND", command_of("torch.cuda.is_initialized = lambda: True", answer))
+    with Measurements() as measured:
+        first, second = (int(measured(TrainingConfig()).device_name) for _ in range(2))
+        assert first != second
+        assert not is_working(first), "it would hold memory of the card during the second measurement"
+
+
+CLIENT = (
+    "from framework.run.planning import measurements",
+    "from framework.schema.config import TrainingConfig",
+    "with measurements.Measurements() as measured: measured(TrainingConfig())",
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_measurement_ends_with_the_command_that_waits_for_it(number, tmp_path: Path) -> None:
+    begun = tmp_path / "pid"
+    slow = f"def measured(config): open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(40)"
+    imported, *used = CLIENT
+    code = "\n".join([f"{imported}; measurements._COMMAND = {command_of(slow)!r}", *used])
+    with subprocess.Popen(python_command(code, flags=("-W", "ignore")), stderr=subprocess.PIPE) as client:
+        measuring = int(wait_for(lambda: begun.exists() and begun.read_text()))
+        assert is_working(measuring)
+        client.send_signal(number)
+        client.wait(timeout=20)
+    wait_for(lambda: not is_working(measuring))

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from framework.run.ranks.environment import python_command
 from framework.run.rehearsal.block_settings import shared_work
 from framework.run.rehearsal.rehearse import rehearse
 from framework.schema.config import TrainingConfig
+from tests.processes import is_working, wait_for
 from tests.tiny import LLAMA, tiny_config
 
 
@@ -82,6 +85,21 @@ def test_a_worker_that_was_ended_is_reported_and_replaced(monkeypatch: Any) -> N
     answers = _all([config(), config(layers=2)], workers)
     assert answers == [{"fault": "a rehearsal was ended from outside"}, {"worker": 1, "rows": 1}]
     assert _all([config()], workers)[0]["worker"] == 7
+
+
+def test_a_rehearsal_ends_with_the_server_that_asked_for_it(monkeypatch: Any, tmp_path: Path) -> None:
+    begun = tmp_path / "pid"
+    lines = ["import os, time", "from framework.run.planning import plan_pool"]
+    lines += [f"def slow(*_): open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(40)"]
+    lines += ["plan_pool._document = slow", "plan_pool.serve()"]
+    monkeypatch.setattr(plan_pool, "_COMMAND", python_command("\n".join(lines), flags=("-W", "ignore")))
+    with Rehearsals(use_cache=False) as rehearsals, ThreadPoolExecutor() as pool:
+        asked = pool.submit(rehearsals.tried, [tiny_config()])
+        working = int(wait_for(lambda: begun.exists() and begun.read_text()))
+        assert is_working(working)
+        plan_pool.abandon()
+        assert isinstance(asked.exception(timeout=20), TunesmithError)
+    wait_for(lambda: not is_working(working))
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any], then: str = "") -> None:
