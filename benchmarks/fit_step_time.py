@@ -10,12 +10,13 @@ forward, loss, backward and update, with a speed for each step. The card's share
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean, mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from benchmarks.recorded_steps import CARD, Measured, archive
 from framework.memory.cards import read_card
 from framework.memory.host_time import FITTED, HostCosts, host_seconds
 from framework.memory.roofline import CALIBRATED, kernel_seconds
-from framework.memory.trace import EXCHANGE, GATHER, MODULE, REDUCE, TRANSFER, WAIT, Operation
+from framework.memory.trace import EXCHANGE, GATHER, HOLD, MODULE, REDUCE, TRANSFER, WAIT, Launcher, Operation
 from framework.schema.config import TrainingConfig
 
 RESULT = Path(__file__).parent / "results" / "step_time_fit_h200.json"
@@ -72,30 +73,43 @@ class Step:
     host: Array
     order: NDArray[np.int64]
     kernels: Array
-    waits: NDArray[np.int64]
-    sent: float
+    stops: Sequence["Stop"]
     once: Array
     phases: Mapping[str, Array]
 
     def planned(self, costs: Array, share: float = 1.0) -> float:
         """What `framework.memory.step_time.estimate_step` gives; a test holds the two together."""
         host, kernels = (self.host @ costs)[self.order] * share, self.kernels[self.order]
-        at, done = float(self.once @ costs) * share, 0.0
-        for begin, end in zip([0, *self.waits], [*self.waits, len(host)], strict=True):
-            if begin:
-                at = max(at, done)
-            if end - begin < FEW:
-                for seconds, busy in zip(host[begin:end].tolist(), kernels[begin:end].tolist(), strict=True):
+        at, done, arrivals = float(self.once @ costs) * share, 0.0, list[float]()
+        for begin, end in pairwise([Stop(0, "", 0.0), *self.stops, Stop(len(host), "", 0.0)]):
+            if begin.name == TRANSFER:
+                arrivals.append(max([at, done, *arrivals[-1:]]) + begin.value)
+            elif begin.name == HOLD and begin.value < len(arrivals):
+                done = max(done, arrivals[-1 - int(begin.value)])
+            elif begin.name == WAIT:
+                at = max([at, done, *arrivals[-1:]] if begin.value else [at, done])
+            if end.at - begin.at < FEW:
+                few = slice(begin.at, end.at)
+                for seconds, busy in zip(host[few].tolist(), kernels[few].tolist(), strict=True):
                     at += seconds
                     done = max(at, done) + busy if busy else done
                 continue
-            issued, busy_for = at + np.cumsum(host[begin:end]), kernels[begin:end]
+            issued, busy_for = at + np.cumsum(host[begin.at : end.at]), kernels[begin.at : end.at]
             launched = busy_for > 0
             if launched.any():
                 ends = np.cumsum(busy_for[launched])
                 done = float(ends[-1] + max(done, np.max(issued[launched] - ends + busy_for[launched])))
-            at = float(issued[-1]) if end > begin else at
-        return max(at, done, self.sent)
+            at = float(issued[-1])
+        return max(at, done, sum(stop.value for stop in self.stops if stop.name == TRANSFER))
+
+
+class Stop(NamedTuple):
+    """A WAIT or HOLD before call `at`, or a TRANSFER before it: whether the host waits for transfers too, which of them
+    kernels wait for, or its seconds."""
+
+    at: int
+    name: str
+    value: float
 
 
 @dataclass(frozen=True)
@@ -116,12 +130,25 @@ def _table() -> tuple[Array, Array]:
     units = [replace(none, **{name: 1.0}) if hasattr(none, name) else none for name in COSTS]
     calls = archive().calls
     host = np.array([[host_seconds(call, unit) for unit in units] for call in calls])
-    moves = (TRANSFER, GATHER, REDUCE, EXCHANGE)
+    moves = (GATHER, REDUCE, EXCHANGE)
     kernels = [
         max(kernel_seconds(call, card)) + CALIBRATED.launch_seconds if call.bytes and call.name not in moves else 0.0
         for call in calls
     ]
     return host, np.array(kernels)
+
+
+def _stops(numbers: Sequence[int]) -> Iterator[Stop]:
+    """Where the calls of a step with these numbers are more than kernels in order."""
+    calls, (_, kernels) = archive().calls, _table()
+    for at, number in enumerate(numbers):
+        call = calls[number]
+        if call.name == TRANSFER:
+            yield Stop(at + 1, TRANSFER, kernels[number])
+        elif call.name == HOLD:
+            yield Stop(at, HOLD, call.tensors)
+        elif call.name == WAIT:
+            yield Stop(at, WAIT, call.launcher is Launcher.BITSANDBYTES)
 
 
 def step_of(row: Measured) -> Step:
@@ -137,16 +164,14 @@ def step_of(row: Measured) -> Step:
     modules = sum(calls[number].name == MODULE and kinds[at] in ("forward", "loss") for at, number in enumerate(order))
     phases["optimizer_step"] += _counts(walk=walked * modules / micro_batches, update=1)
     phases["loss"] += _counts(micro_batch=micro_batches)
-    link = TrainingConfig.model_validate({"gpu": read_card(CARD)}).gpu.host_link_bytes_per_second or 1.0
     counts = host[numbers].copy()
     counts[:, COSTS.index("pack")] = counts[:, COSTS.index("unpack")]
     return Step(
         row,
         counts,
         order,
-        kernels[numbers],
-        np.flatnonzero(np.array([call.name == WAIT for call in calls])[order]),
-        sum(calls[number].bytes for number in order if calls[number].name == TRANSFER) / (link * CALIBRATED.link),
+        np.where([call.name == TRANSFER for call in calls], 0.0, kernels[numbers]),
+        tuple(_stops(known.orders[row.name])),
         _counts(walk=walked * modules / micro_batches, micro_batch=micro_batches, update=1, step=1),
         phases,
     )
@@ -309,14 +334,9 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
 
 
 def told(found: Fitted) -> dict[str, Any]:
-    """The constants, and planned over measured of every row: for its host as fitted, and for one that is not known.
-
-    Rows with states on the host are left out: what a plan adds for their copies is not among the recorded calls.
-    """
+    """The constants, and planned over measured of every row: for its host as fitted, and for one that is not known."""
     costs, rows = _counts(**found.constants), []
     for step in (step for use in ("fits", "judges", "phases") for step in steps(use)):
-        if "states-on-host" in step.row.name:
-            continue
         unknown = mean(step.planned(costs, share) for share in found.unknown)
         row = {key: getattr(step.row, key) for key in ("name", "machine", "use", "seconds")}
         row["error_unknown"] = _per_cent(unknown / step.row.seconds)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from framework.memory.trace import Launcher, Operation
+from framework.memory.trace import LINK_COPY, TRANSFER, UNPINNED_COPY, Launcher, Operation
 from framework.schema.gpu import GPUParams
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -66,6 +66,10 @@ class Efficiency:
     """Fixed time of any kernel."""
     link: float = 5.5 / 6.3
     """Share of the rate between host and card, for pinned memory (framework/run/planning/calibrate.py)."""
+    unpinned_bytes_per_second: float = 9.6e9
+    """Rate of copies that are not of pinned memory, which the driver makes through a buffer of its own: AdamW's states
+    of the 1B in files that the host caches, 2 x 4.9 GB, took 1.03 s of a step on an H200
+    (benchmarks/results/levers_h200.json). A slower disk's additional time is not known and not counted."""
     card_link: float = 0.7
     """Share of the rate between two cards, for one large exchange on idle cards (an all-reduce of 1 GiB on two H100
     reached 329 of 450 GB/s)."""
@@ -116,6 +120,10 @@ def kernel_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency
     traffic = operation.bytes / (card.bandwidth_bytes_per_second * _bandwidth_share(operation, efficiency))
     if _is_attention(operation):
         traffic = 0.0  # scores stay on the chip, and operands are small compared with the arithmetic
+    if operation.name in (TRANSFER, LINK_COPY, UNPINNED_COPY):
+        link = (card.host_link_bytes_per_second or math.inf) * efficiency.link
+        is_pinned = operation.name != UNPINNED_COPY
+        traffic = operation.bytes / (link if is_pinned else min(link, efficiency.unpinned_bytes_per_second))
     if operation.name in _SORTS:
         traffic += efficiency.sort_seconds
     return _arithmetic_seconds(operation, card, efficiency), traffic

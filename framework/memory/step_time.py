@@ -2,12 +2,13 @@
 
 In the simulation the host issues calls to a queue, from which the card executes them. A kernel starts when it has been
 issued and the previous one has finished. The host continues after issuing a call, until it needs a value from the card,
-for which it waits. Exchanges between ranks have a separate queue.
+for which it waits. Exchanges between ranks have a separate queue, and so have transfers of activations to the host and
+back.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import mean
 
 from framework.memory.host_time import FITTED, HostCosts, host_seconds
@@ -16,10 +17,14 @@ from framework.memory.roofline import CALIBRATED, Efficiency, kernel_seconds
 from framework.memory.trace import (
     EXCHANGE,
     GATHER,
+    HOLD,
+    LINK_COPY,
     REDUCE,
     TAKE_OVER,
     TRANSFER,
+    UNPINNED_COPY,
     WAIT,
+    Launcher,
     Operation,
     Rehearsal,
     Space,
@@ -71,6 +76,8 @@ class _Timeline:
     """When the card has executed everything issued."""
     link: float = 0.0
     """When the last exchange between cards ends."""
+    arrivals: list[float] = field(default_factory=list)
+    """When each transfer between host and card ends."""
     gathered: float = 0.0
     compute: float = 0.0
     memory: float = 0.0
@@ -78,10 +85,18 @@ class _Timeline:
     waits: float = 0.0
     update: float = 0.0
 
-    def wait(self) -> None:
-        """Let the host read a value."""
-        self.waits += max(0.0, self.done - self.host)
-        self.host = max(self.host, self.done)
+    def wait(self, operation: Operation) -> None:
+        """Let the host read a value, or wait for everything as bitsandbytes does (torch.cuda.synchronize)."""
+        until = self.done
+        if operation.launcher is Launcher.BITSANDBYTES and self.arrivals:
+            until = max(until, self.arrivals[-1])
+        self.waits += max(0.0, until - self.host)
+        self.host = max(self.host, until)
+
+    def hold(self, operation: Operation) -> None:
+        """Let later kernels wait for transfers."""
+        if operation.tensors < len(self.arrivals):
+            self.done = max(self.done, self.arrivals[-1 - operation.tensors])
 
     def exchange(self, operation: Operation) -> None:
         """Run an exchange between cards, after the previous one and after its input is ready."""
@@ -99,10 +114,11 @@ class _Timeline:
         if operation.name == GATHER:
             self.gathered = self.link
 
-    def transfer(self, operation: Operation) -> None:
-        """Run a transfer between host and card, overlapped with everything else."""
-        rate = self.card.host_link_bytes_per_second or math.inf
-        self.communication += operation.bytes / (rate * self.efficiency.link)
+    def transfer(self, traffic: float) -> None:
+        """Run a transfer between host and card, after the previous one and after the kernels issued so far."""
+        seconds = traffic + self.efficiency.launch_seconds
+        self.communication += seconds
+        self.arrivals.append(max([self.host, self.done, *self.arrivals[-1:]]) + seconds)
 
     def compute_kernel(self, operation: Operation, arithmetic: float, traffic: float) -> None:
         """Run a kernel on the card."""
@@ -111,7 +127,9 @@ class _Timeline:
         elif operation.phase == "optimizer_step":
             self.done = max(self.done, self.link)
         seconds = max(arithmetic, traffic) + self.efficiency.launch_seconds
-        if arithmetic >= traffic:
+        if operation.name in (LINK_COPY, UNPINNED_COPY):
+            self.communication += seconds
+        elif arithmetic >= traffic:
             self.compute += seconds
         else:
             self.memory += seconds
@@ -136,14 +154,16 @@ def estimate_step(
             known[operation] = seconds
         on_host, arithmetic, traffic = seconds
         if operation.name == WAIT:
-            line.wait()
+            line.wait(operation)
+        elif operation.name == HOLD:
+            line.hold(operation)
         line.host += on_host
         if not operation.bytes:
             continue
         if operation.name in (GATHER, REDUCE, EXCHANGE):
             line.exchange(operation)
         elif operation.name == TRANSFER:
-            line.transfer(operation)
+            line.transfer(traffic)
         else:
             line.compute_kernel(operation, arithmetic, traffic)
     return StepTime(line.done, line.compute, line.memory, line.host, line.communication, line.update, line.waits)
@@ -200,20 +220,6 @@ def step_time(rehearsal: Rehearsal, costs: HostCosts = FITTED) -> StepTime | Non
     start, end = last_micro_batch(operations)
     one_more = estimate_step([*operations[:end], *operations[start:end], *operations[end:]], card, costs=costs)
     return repeat_micro_batches(rehearsed, one_more, accumulation - rehearsal.micro_batches)
-
-
-def with_state_copies(time: StepTime, rehearsal: Rehearsal) -> StepTime:
-    """Add the copies of optimizer states from the host and back, one weight after the other, without overlap.
-
-    On an H200 this took 0.35 s for the 1B, 0.18 s of it copies. A disk's additional time is not known and not counted.
-    """
-    link, footprint = rehearsal.config.gpu.host_link_bytes_per_second, rehearsal.footprint
-    pairs = zip(footprint.state_sizes, footprint.state_spaces, strict=True)
-    away = sum(size for size, space in pairs if space in (Space.PINNED, Space.DISK))
-    if not away or link is None:
-        return time
-    copies = 2 * away / (link * CALIBRATED.link)
-    return replace(time, alone=time.alone + copies)
 
 
 HOST_UPDATE_BYTES_PER_SECOND = 20e9
@@ -327,7 +333,7 @@ def _with_all(rehearsal: Rehearsal, costs: HostCosts) -> StepTime | None:
     if time is None:
         return None
     time = with_streamed_blocks(time, rehearsal, costs)
-    for adjusted in (with_state_copies, with_gradient_exchange, with_update_on_host, with_average_on_host):
+    for adjusted in (with_gradient_exchange, with_update_on_host, with_average_on_host):
         time = adjusted(time, rehearsal)
     return time
 

@@ -37,7 +37,13 @@ RECOMPUTED = "recompute"
 """`Operation.phase` of a checkpoint's recomputation during backward."""
 
 TRANSFER = "transfer"
-"""`Operation.name` of a copy between host and device that overlaps with computation."""
+"""`Operation.name` of a copy between host and device on a stream of its own, which begins after all earlier kernels."""
+LINK_COPY = "link_copy_"
+"""`Operation.name` of a copy between pinned host memory and the device on the stream of the kernels."""
+UNPINNED_COPY = "unpinned_copy_"
+"""The same with host memory that is not pinned, such as a mapped file."""
+HOLD = "hold"
+"""`Operation.name` of a point where kernels wait for transfers: for all but the last `tensors` of those issued."""
 
 GATHER, REDUCE = "all_gather", "reduce"
 """`Operation.name` of an exchange between ranks that overlaps with computation; `bytes` are those that cross the link
@@ -93,7 +99,7 @@ class Operation(NamedTuple):
     shape: tuple[int, ...] = ()
     launcher: Launcher = Launcher.TORCH
     tensors: int = 1
-    """Number of tensors that a foreach operator or our own multi-tensor kernel updates."""
+    """Number of tensors that a foreach operator or our own multi-tensor kernel updates. Of a HOLD: see there."""
     is_aligned: bool = True
     """Whether the rows of a product's matrices are aligned."""
 

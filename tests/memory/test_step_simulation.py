@@ -5,7 +5,7 @@ import pytest
 from framework.memory.host_time import FITTED, HostCosts
 from framework.memory.roofline import CALIBRATED
 from framework.memory.step_time import StepTime, estimate_step, repeat_micro_batches
-from framework.memory.trace import WAIT, Launcher, Operation
+from framework.memory.trace import HOLD, LINK_COPY, TRANSFER, WAIT, Launcher, Operation
 from framework.schema.gpu import GPUParams
 
 CARD = GPUParams(name="card", multiprocessors=100, bandwidth_bytes_per_second=1e12, fp32_flops=1e13, bf16_flops=1e14)
@@ -72,6 +72,40 @@ def test_transfers_overlap_the_work_and_bound_the_step_when_they_are_slower() ->
     slow = estimate_step([*work, Operation("transfer", "forward", 0, 10**12, "")], card)
     assert slow.bound_by == "communication"
     assert slow.seconds == pytest.approx(100 / CALIBRATED.link)
+
+
+def transfer(seconds: float) -> Operation:
+    """A transfer on a stream of its own that takes so long on a link of 1 GB a second."""
+    return Operation(TRANSFER, "forward", 0, int(seconds * 1e9 * CALIBRATED.link), "")
+
+
+LINKED = CARD.model_copy(update={"host_link_bytes_per_second": 1e9})
+
+
+def test_kernels_wait_for_a_transfer_which_waits_for_kernels_and_transfers_before_it() -> None:
+    """Host 0.5, a kernel until 1.5, transfers from there until 3.5 and 5.5; the last kernel waits for one of them."""
+    begun = [copy(1.0), transfer(2.0), transfer(2.0), copy(1.0)]
+    for newer, ends in ((0, 6.5), (1, 4.5)):
+        hold = Operation(HOLD, "forward", 0, 0, "", tensors=newer)
+        time = estimate_step([*begun, hold, copy(1.0)], LINKED, costs=COSTS)
+        assert time.device == pytest.approx(ends, abs=0.01)
+        assert time.communication == pytest.approx(4.0, abs=0.01)
+    nothing = Operation(HOLD, "forward", 0, 0, "", tensors=2)
+    assert estimate_step([*begun, nothing, copy(1.0)], LINKED, costs=COSTS).device == pytest.approx(3.5, abs=0.01)
+
+
+def test_bitsandbytes_waits_for_transfers_as_well() -> None:
+    for launcher, until in ((Launcher.TORCH, 1.5 + 0.25), (Launcher.BITSANDBYTES, 3.5)):
+        wait = Operation(WAIT, "backward", 0, 0, "", launcher=launcher)
+        time = estimate_step([copy(1.0), transfer(2.0), wait, copy(1.0)], LINKED, costs=COSTS)
+        assert time.device == pytest.approx(until + 1.0, abs=0.01)
+
+
+def test_a_copy_in_order_with_the_kernels_takes_its_time_on_the_link() -> None:
+    moved = transfer(2.0)._replace(name=LINK_COPY)
+    time = estimate_step([copy(1.0), moved, copy(0.5)], LINKED, costs=COSTS)
+    assert time.device == pytest.approx(0.5 + 3.5, abs=0.01)
+    assert (time.communication, time.bound_by) == (pytest.approx(2.0, abs=0.01), "communication")
 
 
 def test_launches_of_python_code_cost_more_of_the_host_than_operators() -> None:

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from framework.build.launches import note_launch
 from framework.build.place import Place
+from framework.memory.trace import HOLD, Launcher
 
 
 def could_not_pin(size: int, reason: str) -> str:
@@ -91,6 +93,7 @@ class Offload:
         self._seen: dict[tuple[int, int, torch.dtype], Kept] = {}  # (storage, version, dtype) of this visit
         self._staying: set[int] = set()  # storages of weights, and of tensors that all blocks share
         self._visit = Visit()
+        self._copies = 0
         self.moved_bytes = 0
 
     @contextlib.contextmanager
@@ -173,7 +176,7 @@ class Offload:
         absent = [kept for kept in visit.alive if kept.device is None]
         for kept in absent:
             kept.device = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=self._place.device)
-        with self._on_side():
+        with self._on_side(len(absent)):
             for kept in absent:
                 assert kept.device is not None
                 kept.device.copy_(kept.host, non_blocking=True)
@@ -181,8 +184,9 @@ class Offload:
 
     # -- streams
     @contextlib.contextmanager
-    def _on_side(self) -> Iterator[None]:
+    def _on_side(self, copies: int = 1) -> Iterator[None]:
         """Context of copies that start after all queued work and overlap with work queued later."""
+        self._copies += copies
         if self._side is None:
             yield
             return
@@ -191,11 +195,13 @@ class Offload:
             yield
 
     def _mark(self) -> Any:
-        return self._side.record_event() if self._side is not None else None
+        return self._side.record_event() if self._side is not None else self._copies
 
     def _wait(self, event: Any) -> None:
-        if event is not None:
+        if self._side is not None:
             torch.cuda.current_stream(self._place.device).wait_event(event)
+        else:
+            note_launch(HOLD, 0, Launcher.TORCH, tensors=self._copies - event)
 
 
 def _shared(function: Callable[..., Any]) -> Iterator[Tensor]:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.build.launches import note_launch
 from framework.build.levers.offload import pinning
 from framework.build.optimizers.weights_average import AVERAGE
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
+from framework.memory.trace import LINK_COPY, UNPINNED_COPY, WAIT, Launcher
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,15 @@ class StateStore:
             return _mapped(self.folder / f"optimizer-{os.getpid()}-{name}", like)
         with pinning(like.nbytes):
             return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self.place.kind == "cuda")
+
+    def note_copies(self, state: Tensor) -> None:
+        """Tell a rehearsal, whose one step creates the states, of the copies to the device and back in later steps."""
+        for _ in ("to the device", "back"):
+            if self.folder is None:
+                note_launch(LINK_COPY, state.nbytes, Launcher.TORCH)
+            else:  # files are not pinned, so CUDA returns when the copy is done
+                note_launch(UNPINNED_COPY, state.nbytes, Launcher.TORCH)
+                note_launch(WAIT, 0, Launcher.TORCH)
 
 
 def _mapped(file: Path, like: Tensor) -> Tensor:
@@ -101,7 +112,10 @@ class ParameterWise(torch.optim.Optimizer):
             if key not in held:
                 held[key] = self.store.hold(value, f"{self._numbers[parameter]}-{key}")
             if value is not held[key]:
-                held[key].copy_(value, non_blocking=True)
+                if self.store.place.rehearsed:
+                    self.store.note_copies(value)
+                else:
+                    held[key].copy_(value, non_blocking=True)
                 state[key] = held[key]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

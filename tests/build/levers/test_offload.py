@@ -17,7 +17,8 @@ from framework.build.verify import FirstStep, verify, verify_first_step
 from framework.errors import VerificationFailed
 from framework.memory.allocator import pinned_size
 from framework.memory.planning import make_plan
-from framework.memory.trace import Kind, Space
+from framework.memory.step_time import steady_step
+from framework.memory.trace import HOLD, TRANSFER, Kind, Space
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.evaluate import evaluate
 from framework.run.state import release
@@ -210,6 +211,18 @@ def test_plan_counts_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [operation.bytes for operation in trace.operations if operation.name == "transfer"]
     outward = [size for size, space in zip(trace.sizes, trace.spaces, strict=True) if space is Space.PINNED]
     assert sum(sizes) == 2 * sum(outward) > 0
+
+
+def test_plan_waits_for_the_block_that_leaves_and_for_the_one_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One input a block: kernels wait for the copy of the block before, and after the last block for its own; in
+    backward for each block's own, before the copy of the next one begins."""
+    monkeypatch.setattr(module, "LEAST_BYTES", STREAM)
+    links = [call for call in steady_step(rehearsed({**ON, **OFF}).trace) if call.name in (TRANSFER, HOLD)]
+    forward, backward = ([c for c in links if (c.phase == "forward") is first] for first in (True, False))
+    lags = [[call.tensors for call in part if call.name == HOLD] for part in (forward, backward)]
+    assert lags == [[1] * 7 + [0], [0] * 8]
+    assert [call.name for call in forward[:5]] == [TRANSFER, TRANSFER, HOLD, TRANSFER, HOLD]
+    assert [call.name for call in backward] == [TRANSFER, HOLD] * 8
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
