@@ -28,11 +28,15 @@ SETTLED = 0.99
 class Input:
     """One tensor that is the input of some adapted modules, and its components so far."""
 
-    modules: list[nn.Module]
-    rank: int
-    """Number of components: the highest rank of the modules."""
+    matrices: dict[nn.Module, Tensor]
+    """The modules with their A matrices, `[rank, width]`."""
     decomposition: Any
     is_settled: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Number of components: the highest rank of the modules."""
+        return max(map(len, self.matrices.values()))
 
     @property
     def components(self) -> Tensor | None:
@@ -50,22 +54,14 @@ class Input:
             self.is_settled = bool((torch.cosine_similarity(self.decomposition.components_, before) >= SETTLED).all())
 
 
-def matrix_of(module: nn.Module) -> Tensor:
-    """The A matrix of an adapted module, `[rank, width]`."""
-    matrix: Tensor = module.lora_A["default"].weight  # type: ignore[index, union-attr]
-    return matrix
-
-
 def distinct_inputs(assembly: Assembly, batch: Batch) -> list[Input]:
-    """The inputs of the adapted modules in a forward pass over `batch`, each tensor once.
+    """The inputs of the modules of `matrices_from_rows` in a forward pass over `batch`, each tensor once."""
+    from peft.utils.incremental_pca import IncrementalPCA
 
-    Without modules that have no matrix of token inputs (embeddings, convolutions, stacked experts), or one of more rows
-    than columns.
-    """
-    from peft.tuners.lora.layer import Embedding, LoraLayer, MultiheadAttention, ParamWrapper, _ConvNd
-    from peft.utils.incremental_pca import IncrementalPCA  # both take seconds to import
+    from framework.build.adapters.first_adapter import matrices_from_rows  # both take seconds to import
 
-    seen, groups, noted = WeakTensorKeyDictionary(), list[list[nn.Module]](), set[nn.Module]()
+    matrices = matrices_from_rows(assembly.model)
+    seen, groups, noted = WeakTensorKeyDictionary(), list[dict[nn.Module, Tensor]](), set[nn.Module]()
 
     def note(module: nn.Module, tensor: Tensor) -> None:
         if module in noted:  # called twice
@@ -73,19 +69,15 @@ def distinct_inputs(assembly: Assembly, batch: Batch) -> list[Input]:
         noted.add(module)
         if tensor not in seen:
             seen[tensor] = len(groups)
-            groups.append([])
-        groups[seen[tensor]].append(module)
+            groups.append({})
+        groups[seen[tensor]][module] = matrices[module]
 
-    without = (Embedding, MultiheadAttention, ParamWrapper, _ConvNd)
-    layers = [module for module in assembly.model.modules() if isinstance(module, LoraLayer)]
-    layers = [layer for layer in layers if not isinstance(layer, without) and "default" in layer.lora_A]
-    found = [layer for layer in layers if matrix_of(layer).shape[0] <= matrix_of(layer).shape[1]]
-    _pass_over(assembly, batch, [(layer, partial(note, layer)) for layer in found])
+    _pass_over(assembly, batch, [(module, partial(note, module)) for module in matrices])
     made = []
     for group in groups:
-        rank = max(len(matrix_of(module)) for module in group)
+        rank = max(map(len, group.values()))
         decomposition = IncrementalPCA(n_components=rank, copy=True, lowrank=True, lowrank_seed=42)  # as in peft
-        made.append(Input(group, rank, decomposition))
+        made.append(Input(group, decomposition))
     return made
 
 
@@ -99,7 +91,9 @@ def components_pass(assembly: Assembly, batch: Batch, tokens: Tensor, inputs: li
         states = tensor.reshape(-1, tensor.shape[-1])
         item.add(states[tokens] if len(states) == batch["input_ids"].numel() else states)
 
-    _pass_over(assembly, batch, [(item.modules[0], partial(add, item)) for item in inputs if not item.is_settled])
+    _pass_over(
+        assembly, batch, [(next(iter(item.matrices)), partial(add, item)) for item in inputs if not item.is_settled]
+    )
 
 
 def components_step(assembly: Assembly, batch: Batch, observe: Observe) -> None:

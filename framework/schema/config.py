@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from framework.schema.adapters import ADAPTERS
-from framework.schema.choices import Attention, LoraInit, OnOutOfMemory
+from framework.schema.choices import Attention, OnOutOfMemory
 from framework.schema.data import DataParams
 from framework.schema.facts import FREE, Facts, Resume, UsedWith
 from framework.schema.fsdp import FSDPParams
@@ -89,10 +88,8 @@ class TrainingConfig(Params):
 
     @property
     def starts_from_rows(self) -> bool:
-        """Whether a new adapter's A matrices are computed from training rows (`peft.lora_init: eva`)."""
-        is_new = self.training.use_peft and self.peft.adapter_path is None
-        is_eva = self.peft.lora_init is LoraInit.EVA and "lora_init" in ADAPTERS[self.peft.peft_method].keys
-        return is_new and is_eva
+        """Whether the run begins with passes over training rows (`peft.lora_init: eva`)."""
+        return self.training.use_peft and self.peft.starts_from_rows
 
     @property
     def adds_up_after_backward(self) -> bool:

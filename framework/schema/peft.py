@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import LoraInit, PeftMethod, PeftSaveMode, Quantization, TorchDtype
 from framework.schema.facts import NO_MEMORY, Facts, Resume, UsedWith
 from framework.schema.params import FrozenMapping, Integer, Number, Params, Strings, parse_sequence
@@ -82,3 +83,9 @@ class PeftParams(Params):
     peft_save_mode: Annotated[PeftSaveMode, NO_MEMORY] = PeftSaveMode.ADAPTER_ONLY
     """Contents of the final export: the adapter; the adapter and its base in `base_model/`; or a plain model with the
     adapter merged into its weights (a quantized base is dequantized for it)."""
+
+    @property
+    def starts_from_rows(self) -> bool:
+        """Whether a new adapter's A matrices are computed from training rows (`lora_init: eva`)."""
+        is_used = self.adapter_path is None and "lora_init" in ADAPTERS[self.peft_method].keys
+        return is_used and self.lora_init is LoraInit.EVA

@@ -22,6 +22,9 @@ PEFT = {
 }
 
 
+WIDER = r"peft\.lora_init: the rank is above the width of each adapted module's input \(at most 64\)"
+
+
 def asked(folder, peft=PEFT, **training):
     training = {"eval_steps": None, "save_first": True, "max_steps": 2, "per_device_train_batch_size": 10, **training}
     made = config(folder, use_peft=True, **training)
@@ -40,7 +43,7 @@ def inputs_of(model, name, ids):
 def test_the_first_checkpoint_has_the_principal_components(tmp_path, monkeypatch):
     looked = []
     batches = eva._batches_for_start
-    one = lambda session: looked.extend(batches(session)) or looked[:1]  # noqa: E731
+    one = lambda *asked: looked.extend(batches(*asked)) or looked[:1]  # noqa: E731
     monkeypatch.setattr(eva, "_batches_for_start", one)
     folder = train(asked(tmp_path), planner=None, quiet=True).folder
     start = load_file(checkpoints(folder)[0] / "model.safetensors")
@@ -73,7 +76,7 @@ def test_components_are_found_outside_autocast(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("rank", "message"),
-    [(32, r"no micro-batch has as many supervised tokens as the rank \(32\)"), (2000, "the rank is above the width")],
+    [(32, r"no micro-batch has as many supervised tokens as the rank \(32\)"), (2000, WIDER)],
 )
 def test_rows_with_fewer_tokens_than_the_rank_are_refused(tmp_path, rank, message):
     with pytest.raises(RequestError, match=message):
@@ -88,7 +91,7 @@ def test_equal_inputs_are_decomposed_once(tmp_path, monkeypatch):
     query, value, output = (start_of(folder, part) for part in ("q_proj", "v_proj", "o_proj"))
     assert query.equal(value)
     assert not query.equal(output)
-    assert sorted(len(item.modules) for item in seen) == [1, 1, 2, 2], "v_proj is given what q_proj is, in two blocks"
+    assert sorted(len(item.matrices) for item in seen) == [1, 1, 2, 2], "v_proj is given what q_proj is, in two blocks"
 
 
 def test_components_that_do_not_converge_are_used_and_reported(tmp_path, monkeypatch, capsys):
@@ -144,7 +147,7 @@ def test_modules_without_components_are_said(tmp_path, capsys):
     peft = {**PEFT, "rank_pattern": {"down_proj": 10_000}, "peft_save_mode": "adapter_only"}
     train(asked(tmp_path, peft), planner=None)
     captured = capsys.readouterr()
-    assert "2 A matrices drawn as kaiming" in captured.out + captured.err
+    assert "2 of 4 adapters are drawn as kaiming (embeddings" in captured.out + captured.err
 
 
 def test_labels_of_rows_leave_all_tokens_to_the_components(tmp_path):

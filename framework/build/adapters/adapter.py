@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.build.adapters.first_adapter import drawn_for, load_first_adapter, peft_init, start_layers
+from framework.build.adapters.first_adapter import (
+    drawn_despite_rows,
+    drawn_for,
+    load_first_adapter,
+    peft_init,
+    start_layers,
+)
 from framework.build.adapters.products import compute_in_input_dtype, norm_by_rows
 from framework.build.adapters.quantize import Factors, is_quantized_weight
 from framework.build.adapters.targets import KEY, Targets, find_targets, modules_within
@@ -77,7 +83,8 @@ def attach_adapter(
 
     `masters`: with autocast, modules trained in full are float32 too; else they keep the base's dtype. `lost`: LoftQ's
     initial factors. `seed`: for all other initial values, independent of earlier draws. Raises RequestError, with the
-    existing linear layers, if a target matches none of them, and if the adapter of `peft.adapter_path` does not fit.
+    existing linear layers, if a target matches none of them, if the adapter of `peft.adapter_path` does not fit, and if
+    EVA can initialize no module.
     """
     params = _training_the_head(params, model)
     is_prompt = ADAPTERS[params.peft_method].is_prompt
@@ -124,6 +131,8 @@ def attach_adapter(
     compute_in_input_dtype(adapted)
     norm_by_rows(adapted)
     started = sum(_start_from(adapted.get_submodule(f"base_model.model.{name}"), lost[name]) for name in lost)
+    if params.starts_from_rows:
+        targets = replace(targets, warnings=(*targets.warnings, *drawn_despite_rows(adapted)))
     if params.adapter_path is not None:
         load_first_adapter(params.adapter_path, adapted, place.rehearsed)
     moved = params.peft_method in MOVES_WEIGHTS and not place.rehearsed

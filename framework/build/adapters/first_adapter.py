@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.ia3.layer import IA3Layer
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import Embedding, LoraLayer, MultiheadAttention, ParamWrapper, _ConvNd
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.utils import cached_file
@@ -41,6 +41,8 @@ _COUNTED = {
     "alpha_pattern": "alpha_pattern",
 }
 """peft's settings that do not show in shapes -> our keys."""
+_WITHOUT_ROWS = (Embedding, MultiheadAttention, ParamWrapper, _ConvNd)
+"""Adapters whose A matrix has no matrix of token inputs: of embeddings, convolutions and stacked experts."""
 _MOST = 3
 """Maximum number of names in a message."""
 
@@ -186,6 +188,32 @@ def peft_init(params: PeftParams) -> str | bool:
     """peft's `init_lora_weights` for LoRA's A matrices; EVA's are computed later, from rows."""
     is_gaussian = "lora_init" in ADAPTERS[params.peft_method].keys and params.lora_init is LoraInit.GAUSSIAN
     return "gaussian" if is_gaussian else True
+
+
+def matrices_from_rows(model: nn.Module) -> dict[nn.Module, Tensor]:
+    """The adapted modules whose A matrix EVA computes, with this matrix, `[rank, width]`.
+
+    Raises RequestError if there are none: orthonormal rows need a linear layer of at least as many inputs.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer) and "default" in module.lora_A]
+    matrices = {layer: layer.lora_A["default"].weight for layer in layers if not isinstance(layer, _WITHOUT_ROWS)}
+    found = {layer: matrix for layer, matrix in matrices.items() if matrix.shape[0] <= matrix.shape[1]}
+    if not found:
+        widest = max((matrix.shape[1] for matrix in matrices.values()), default=0)
+        message = f"the rank is above the width of each adapted module's input (at most {widest})"
+        message = message if matrices else "eva computes the A matrices of linear layers, and none has an adapter"
+        expected = "gaussian, or a lower rank" if matrices else "gaussian, or linear layers in peft.lora_target_modules"
+        raise RequestError([Problem("peft.lora_init", message, expected=expected)])
+    return found
+
+
+def drawn_despite_rows(model: nn.Module) -> Iterator[str]:
+    """Warning about adapters that keep a drawn A matrix under EVA. Raises as `matrices_from_rows` does."""
+    computed = matrices_from_rows(model)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    if others := [name for name, module in layers.items() if module not in computed]:
+        why = "embeddings, convolutions, stacked experts, and ranks above the width of the input"
+        yield f"peft.lora_init: {len(others)} of {len(layers)} adapters are drawn as kaiming ({why}): {_listed(others)}"
 
 
 def start_layers(layers: Iterable[tuple[str, nn.Module]], seed: int, place: Place, params: PeftParams) -> None:

@@ -12,7 +12,7 @@ from framework.build.data.packing import on_device
 from framework.build.losses.loss import Batch
 from framework.build.text.labels import IGNORED
 from framework.errors import Problem, RequestError, VerificationFailed
-from framework.run.components import MOST_BATCHES, Input, components_pass, distinct_inputs, matrix_of
+from framework.run.components import MOST_BATCHES, Input, components_pass, distinct_inputs
 from framework.run.session import Session
 from framework.schema.peft import EVA_PASSES
 from framework.schema.plural import counted
@@ -29,10 +29,12 @@ def start_from_rows(session: Session) -> None:
 
     Raises RequestError if rows have too few supervised tokens, VerificationFailed if the matrices are not orthonormal.
     """
-    assembly = session.assembly
     if not session.config.starts_from_rows or session.step:
         return
-    batches, began = _batches_for_start(session), time.perf_counter()
+    from framework.build.adapters.first_adapter import matrices_from_rows  # peft: seconds to import
+
+    matrices, began = matrices_from_rows(session.assembly.model), time.perf_counter()
+    batches = _batches_for_start(session, max(map(len, matrices.values())))
     used = counted(len(batches), "micro-batch", "micro-batches")
     session.progress.say(f"start     eva uses {used} in at most {EVA_PASSES} passes, most often ten")
     session.meter.observe("start")
@@ -43,9 +45,8 @@ def start_from_rows(session: Session) -> None:
     found, seconds = counted(changed, "A matrix", "A matrices"), time.perf_counter() - began
     made = f"{found} from the inputs of their modules: {counted(passes, 'pass', 'passes')} in {seconds:.1f} s"
     session.progress.say(f"start     {made}")
-    matrices = [name for name, _ in assembly.model.named_parameters() if ".lora_A." in name]
     if rest := len(matrices) - changed:
-        which = "embeddings, stacked experts, and modules whose rank is above their width or tokens"
+        which = "their modules had fewer tokens than their rank"
         session.progress.say(f"start     {counted(rest, 'A matrix', 'A matrices')} drawn as kaiming: {which}")
     if moving := sum(not item.is_settled for item in inputs):
         session.progress.say(
@@ -75,7 +76,7 @@ def _take(inputs: list[Input]) -> int:
 
     Raises VerificationFailed if the rows of one are not orthonormal afterwards.
     """
-    pairs = [(matrix_of(module), item.components) for item in inputs for module in item.modules]
+    pairs = [(matrix, item.components) for item in inputs for matrix in item.matrices.values()]
     changed = [(matrix, components) for matrix, components in pairs if components is not None]
     for matrix, components in changed:
         matrix.copy_(components[: len(matrix)])
@@ -88,11 +89,8 @@ def _take(inputs: list[Input]) -> int:
     return len(changed)
 
 
-def _batches_for_start(session: Session) -> list[Batch]:
-    """Micro-batches of the first training rows with at least as many usable tokens as the highest rank."""
-    named = session.assembly.model.named_parameters()
-    shapes = [item.shape for name, item in named if ".lora_A." in name and item.dim() == 2]
-    least = max((rank for rank, width in shapes if rank <= width), default=0)
+def _batches_for_start(session: Session, least: int) -> list[Batch]:
+    """Micro-batches of the first training rows with at least as many usable tokens as the highest rank, `least`."""
     config = session.config
     made = eval_batches(
         session.inputs.data.train,
@@ -104,9 +102,8 @@ def _batches_for_start(session: Session) -> list[Batch]:
     placed = (on_device(session.assembly.place.device, batch) for batch in made)
     wanted = (batch for batch in placed if int(_token_mask(session, batch).sum()) >= least)
     found: list[Batch] = list(islice(wanted, MOST_BATCHES))
-    if not found or not least:
+    if not found:
         message = f"no micro-batch has as many supervised tokens as the rank ({least})"
-        message = message if least else "the rank is above the width of each adapted module's input"
         raise RequestError([Problem(KEY, message, expected="gaussian, more rows a micro-batch, or a lower rank")])
     return found
 

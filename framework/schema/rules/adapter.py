@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from framework.schema.adapters import ADAPTERS
-from framework.schema.choices import Fp8, LoraInit, PeftMethod, PeftSaveMode, TorchDtype
+from framework.schema.choices import Fp8, PeftMethod, PeftSaveMode, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
@@ -83,7 +83,7 @@ def _start_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         if peft.lora_freeze_a and is_on and "lora_freeze_a" in ADAPTERS[peft.peft_method].keys:
             message = "the frozen A matrices would be treated like the frozen base there"
             yield Conflict(("peft.lora_freeze_a", other), message, "false")
-    if "lora_init" not in ADAPTERS[peft.peft_method].keys or peft.lora_init is not LoraInit.EVA:
+    if not peft.starts_from_rows:
         return
     key = "peft.lora_init"
     if config.gpu.count > 1:

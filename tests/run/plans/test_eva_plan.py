@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from framework.errors import RequestError
 from framework.memory.cards import read_card
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
 from framework.run.components import MOST_BATCHES
+from framework.run.planning.model_checks import inspect
 from framework.run.rehearsal.rehearse import record
 from tests.run.reference import H100
 from tests.tiny import LLAMA, tiny_config
@@ -67,3 +69,30 @@ def test_a_continued_adapter_has_no_start_from_rows() -> None:
     assert made.starts_from_rows
     continued = type(made).model_validate({**made.model_dump(), "peft": {"lora_init": "eva", "adapter_path": "/a"}})
     assert not continued.starts_from_rows
+
+
+def test_check_and_plan_refuse_a_rank_above_every_width_as_training_does() -> None:
+    made = tiny_config(WIDE, training={"use_peft": True}, peft={"lora_init": "eva", "lora_r": 5000})
+    (problem,) = inspect(made).problems
+    with pytest.raises(RequestError) as raised:
+        record(made)
+    assert raised.value.problems == (problem,)
+    assert str(problem).startswith("peft.lora_init: the rank is above the width of each adapted module's input")
+    narrow = WIDE["hidden_size"]
+    assert f"(at most {narrow})" in str(problem), "q_proj and v_proj"
+
+
+def test_check_and_plan_name_the_adapters_that_are_drawn_all_the_same() -> None:
+    targets = ["q_proj", "down_proj", "embed_tokens"]
+    peft = {"lora_init": "eva", "lora_r": 100, "lora_target_modules": targets}
+    made = tiny_config(WIDE, training={"use_peft": True}, peft=peft)
+    (warning,) = [text for text in record(made).warnings if "kaiming" in text]
+    assert warning.startswith("peft.lora_init: 3 of 5 adapters are drawn as kaiming (embeddings, ")
+    assert warning.endswith(": model.embed_tokens, model.layers.0.self_attn.q_proj, model.layers.1.self_attn.q_proj")
+    assert warning in map(str, inspect(made).warnings)
+
+
+def test_only_linear_layers_start_from_rows() -> None:
+    peft = {"lora_init": "eva", "lora_target_modules": ["embed_tokens"]}
+    with pytest.raises(RequestError, match="eva computes the A matrices of linear layers, and none has an adapter"):
+        record(tiny_config(WIDE, training={"use_peft": True}, peft=peft))
