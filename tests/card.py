@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,21 @@ def own_card() -> Iterator[None]:
         yield
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def capped_card(room: float) -> Iterator[float]:
+    """The card with `room` bytes more than this process holds now. The value is that limit in bytes."""
+    with own_card():  # others measure what is in use on it
+        sys.last_exc = sys.last_value = sys.last_traceback = None  # with which pytest keeps what a failed test held
+        gc.collect()
+        torch.cuda.empty_cache()
+        limit = room + torch.cuda.memory_allocated()
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+        try:
+            yield limit
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def measure_apart(config: TrainingConfig) -> Measured:

@@ -1,6 +1,7 @@
 """A writer of recipes in a folder of their own, where the command is then "typed"."""
 
 import contextlib
+import faulthandler
 import gc
 import os
 import sys
@@ -8,9 +9,11 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.assertion import rewrite
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.forks import ADDRESS, ROOT, forked, serving
 
@@ -53,6 +56,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         if item.get_closest_marker("fresh_process"):
             patch.delenv(ADDRESS, raising=False)
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[Any]:
+    """A fifth after its limit a test that hangs ends the session, with the stacks of all threads: the limit itself is a
+    signal, which waits for native code to return, and which a run may take for a reason to save."""
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(1.2 * settings.timeout, file=stderr, exit=True)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_cancel_timer() -> Iterator[Any]:
+    faulthandler.cancel_dump_traceback_later()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -26,6 +26,7 @@ from framework.run.record.meter import Meter
 from framework.run.record.run_folder import SNAPSHOT
 from framework.run.rehearsal.rehearse import record
 from framework.schema.gpu import GPUParams
+from tests.card import capped_card
 from tests.cli.test_train import RECIPE
 from tests.run.test_trainer import config, corpus, train  # noqa: F401
 from tests.tiny import GPT2, tiny_config
@@ -234,16 +235,12 @@ def test_a_card_that_really_runs_out(corpus, tmp_path, checkpointing):  # noqa: 
     settings = {"enable_gradient_checkpointing": checkpointing, "optimizer": "adamw_torch_fused"}
     asked = config(corpus, tmp_path / "run", architecture=shape, training=settings)
     asked = asked.model_copy(update={"gpu": GPUParams.model_validate(read_card(name))})
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(1.25 * 2**30 / total)
-    try:
-        with pytest.raises(OutOfMemory, match=r"^out of memory in the first optimizer step \(step 1\): "):
-            train(asked)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    failed = pytest.raises(OutOfMemory, match=r"^out of memory in the first optimizer step \(step 1\): ")
+    with capped_card(1.25 * 2**30) as limit, failed:
+        train(asked)
     found = explain(tmp_path / "run")
     assert (found.phase, found.cause, found.is_first_step) == ("optimizer_step", "capacity", True)
-    assert found.message.allowed_bytes == pytest.approx(1.25 * 2**30, rel=0.01)
+    assert found.message.allowed_bytes == pytest.approx(limit, rel=0.01)
     assert "PyTorch CUDA memory summary" in (tmp_path / "run" / "oom.txt").read_text()
     with (tmp_path / "run" / SNAPSHOT).open("rb") as file:
         snapshot = pickle.load(file)

@@ -11,7 +11,7 @@ from framework.errors import OutOfMemory
 from framework.memory.cards import read_card
 from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.schema.config import TrainingConfig
-from tests.card import own_card
+from tests.card import capped_card
 from tests.run.test_trainer import corpus, metrics, train  # noqa: F401
 from tests.tiny import LLAMA
 
@@ -41,13 +41,8 @@ def settings(corpus: Any, folder: Any, **training: Any) -> TrainingConfig:  # no
 @pytest.fixture
 def capped(training: dict[str, Any]) -> Any:
     """A part of the card for this process: activations on the host need less of it."""
-    with own_card():  # others measure what is in use on it
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(0).total_memory
-        room = (1.0 if "activation_offload" in training else 1.25) * 2**30
-        torch.cuda.set_per_process_memory_fraction((room + torch.cuda.memory_allocated()) / total)
+    with capped_card((1.0 if "activation_offload" in training else 1.25) * 2**30):
         yield
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +82,6 @@ def test_a_row_that_does_not_fit_ends_the_run_before_its_first_step(
     corpus: Any,  # noqa: F811
     tmp_path: Any,
 ) -> None:
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((0.3 * 2**30 + torch.cuda.memory_allocated()) / total)
-    try:
-        with pytest.raises(OutOfMemory, match="no step was made"):
-            train(settings(corpus, tmp_path / "run"))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    with capped_card(0.3 * 2**30), pytest.raises(OutOfMemory, match="no step was made"):
+        train(settings(corpus, tmp_path / "run"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
