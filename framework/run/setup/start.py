@@ -120,10 +120,10 @@ def _read_and_plan(
         planned = pool.submit(planner, config) if planner is not None else None
         try:
             inputs = read_inputs(config, given, console)
+            return inputs, planned.result() if planned is not None else None
         except BaseException:
             abandon()  # otherwise leaving the pool would wait for the plan
             raise
-        return inputs, planned.result() if planned is not None else None
 
 
 def _build(

@@ -44,7 +44,7 @@ def test_either_signal_is_reported_by_the_innermost_handler(number):
 def test_signals_are_noted_and_end_nothing():
     with noted_signals() as noted:
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
+        press()
         assert noted == [signal.SIGTERM, signal.SIGINT]
 
 
@@ -127,6 +127,22 @@ def test_an_evaluation_is_left_out_for_the_save(corpus, tmp_path, monkeypatch): 
         train(made, planner=None, quiet=True)
     assert seen == [2], "one batch, and no other"
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists()
+
+
+def test_a_signal_that_reaches_only_this_process_ends_the_wait_for_a_plan(monkeypatch):
+    monkeypatch.setattr(plan_pool, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(opening, "read_inputs", lambda *_: None)
+
+    def interrupt() -> None:
+        while not plan_pool._asked:
+            time.sleep(0.01)
+        time.sleep(0.1)  # it is waited for
+        press()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        opening._read_and_plan(config("x", "y"), plan_pool.plan_in_subprocess, opening.NO_ROWS, opening.Console())
+    assert not plan_pool._asked
 
 
 def test_a_plan_that_is_waited_for_is_given_up(monkeypatch):
