@@ -18,22 +18,26 @@ from framework.schema.config import TrainingConfig
 
 @contextmanager
 def own_card() -> Iterator[None]:
-    """No other test that asks for it uses the card; what this one allocates is given back."""
+    """No other test that asks for it uses the card; what this process has left there, and what this test allocates, is
+    given back."""
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     with (Path(tempfile.gettempdir()) / f"tunesmith-cards-{cards}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        sys.last_exc = sys.last_value = sys.last_traceback = None  # with which pytest keeps what a failed test held
+        _give_back()
         yield
-        gc.collect()
-        torch.cuda.empty_cache()
+        _give_back()
+
+
+def _give_back() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @contextmanager
 def capped_card(room: float) -> Iterator[float]:
     """The card with `room` bytes more than this process holds now. The value is that limit in bytes."""
     with own_card():  # others measure what is in use on it
-        sys.last_exc = sys.last_value = sys.last_traceback = None  # with which pytest keeps what a failed test held
-        gc.collect()
-        torch.cuda.empty_cache()
         limit = room + torch.cuda.memory_allocated()
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
         try:

@@ -1,7 +1,7 @@
 """Steps that are planned and measured; the measuring itself on a card only."""
 
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -18,6 +18,7 @@ from framework.run.planning.measure import COMPARED, Compared, _configs, summary
 from framework.run.planning.measurements import Measured, Measurements
 from framework.run.planning.plan_pool import Rehearsals
 from framework.schema.config import TrainingConfig
+from tests.card import own_card
 
 
 def test_the_steps_are_ones_that_a_card_of_8_gb_is_planned_for() -> None:
@@ -71,7 +72,16 @@ def test_without_a_card_it_is_a_wrong_request(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.gpu
-def test_a_card_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--compare", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert all(abs(row["allocated"]) < 0.01 and abs(row["used"]) < 0.04 for row in rows if row["fits"])
+def test_a_card_is_compared() -> None:
+    with own_card(), Measurements() as measured:
+        free, total = torch.cuda.mem_get_info()  # other tests of this process have left memory in use
+
+        def measured_alone(config: TrainingConfig) -> Measured:
+            found = measured(config)
+            return replace(found, device_bytes=found.device_bytes - (total - free))
+
+        _, rows = measure.compare(cast(Measurements, measured_alone))
+    assert sum(row.fits for row in rows) >= 3
+    for row in rows:
+        assert row.allocated is None or abs(row.allocated) < 0.01, row
+        assert row.used is None or abs(row.used) < 0.03, row
