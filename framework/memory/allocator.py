@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from framework.memory.addresses import Addresses
 from framework.memory.trace import Kind, Mark, Space, Trace
 
 MIB = 1 << 20
@@ -23,10 +24,6 @@ ROUND_LARGE = 2 * MIB
 MANAGED_CHUNK = 32 * MIB
 """Chunk size of managed memory on an H100: 9428, 2357 and 42 MiB of states took 9472, 2432 and 128 MiB (driver 580,
 2026-11), which is one or two chunks more than needed; the plan assumes two."""
-_TOP_ADDRESS = 1 << 62
-"""The driver returns segments from high addresses to low ones, which decides between free blocks of equal size: with
-ascending addresses a dozen rows of tests/calibration miss reserved bytes by up to 6 %, with descending ones by at most
-0.5 % (driver 580, H100; 2026-11)."""
 _EXPANDABLE_RANGE = 1 << 50
 """Address range reserved for an expandable segment, so that it can grow."""
 
@@ -127,7 +124,7 @@ class CachingAllocator:
         self.retries = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._owner: dict[int, _Pool] = {}
-        self._lowest_address = _TOP_ADDRESS
+        self._addresses = Addresses()
 
     def allocate(self, size: int, stream: int = 0) -> Block:
         """Serve a request of `size` bytes. Raises OutOfDeviceMemory if the capacity does not suffice."""
@@ -142,8 +139,7 @@ class CachingAllocator:
         else:
             segment = segment_size(wanted)
             self._reserve(segment)
-            self._lowest_address -= segment
-            block = Block(segment, self._lowest_address)
+            block = Block(segment, self._addresses.take(segment))
         self._split(pool, block, wanted)
         block.requested = size
         self._owner[block.address] = pool
@@ -213,8 +209,7 @@ class CachingAllocator:
             tail.size += added
             return tail
         if tail is None:
-            self._lowest_address -= _EXPANDABLE_RANGE
-            block = Block(added, self._lowest_address)
+            block = Block(added, self._addresses.take(_EXPANDABLE_RANGE))
         else:
             block = Block(added, tail.address + tail.size)
             block.previous, tail.next = tail, block

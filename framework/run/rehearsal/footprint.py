@@ -28,6 +28,7 @@ from framework.build.ranks import local_part
 from framework.build.tasks import reference_of
 from framework.build.tasks.reference import WithFirstAdapter, WithoutAdapter
 from framework.memory.trace import Footprint, Kind, Space
+from framework.run.rehearsal.arrival import record_base
 from framework.run.rehearsal.tracker import Tracker
 from framework.run.state import trained_state
 from framework.schema.choices import EmaDevice, Fp8, OptimizerOffload
@@ -215,6 +216,8 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
             if isinstance(part, nn.Parameter) or part.is_floating_point():
                 tracker.claim_elsewhere(part, Kind.WEIGHTS, Space.PINNED)
     else:
+        if assembly.place.kind == "cuda" and not (assembly.is_in_parts or assembly.streamed):
+            record_base(tracker, assembly)
         tracker.claim(weights, Kind.WEIGHTS)
     if assembly.config.training.teacher is not None and assembly.place.kind == "cuda":
         _pass(tracker, sum(tensor.numel() * tensor.element_size() for tensor in copied), Space.DEVICE)

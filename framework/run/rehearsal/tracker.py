@@ -284,7 +284,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not touched or touched[0].device.type != "meta":
             return  # bookkeeping on the host, such as the step count of an optimizer
         inside = [self._bear(size, Kind.TEMPORARIES) for size in quantized_workspace(packet, args, kwargs)]
-        for tensor in results:
+        # dropout allocates its mask first (Dropout.cu)
+        for tensor in reversed(results) if packet is aten.native_dropout else results:
             self._track(tensor)
         for block in reversed(inside):
             self.trace.bury(block)

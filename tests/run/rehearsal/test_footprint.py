@@ -158,8 +158,25 @@ def test_another_dtype_is_made_on_the_host_four_tensors_at_a_time() -> None:
 
 def test_loftq_holds_the_whole_base_on_the_host() -> None:
     found = events(peft={"peft_method": "loftq", "q_lora": True})
-    assert [space for *_, space in found] == [Space.HOST]
-    assert found[0][0] == pytest.approx(2 * BASE, rel=0.01)
+    (size,) = [size for size, _, space in found if space is Space.HOST]
+    assert size == pytest.approx(2 * BASE, rel=0.01)
+
+
+def test_each_quantized_matrix_is_on_the_card_next_to_its_original() -> None:
+    found = events(peft={"q_lora": True, "use_bnb_nested_quant": True})
+    _, *passing = [size for size, _, space in found if space is Space.DEVICE]  # the first is asked for at once
+    counts = [1024 * 1024, 512 * 1024, 512 * 1024, 1024 * 1024, *[4096 * 1024] * 3]
+    assert passing == 6 * [size for count in counts for size in (2 * count, count // 16, count // 16)], (
+        "and to the scales of 64 weights each as float32, and their distances from the mean"
+    )
+
+
+def test_a_tied_heads_own_matrix_is_drawn_and_freed() -> None:
+    random = {"load_pretrained_weights": False, "model_name": None}
+    assert events(model=random, architecture={"tie_word_embeddings": False}) == []
+    assert events(model=random, architecture={"tie_word_embeddings": True}) == [
+        (2 * 8192 * 1024, Kind.TEMPORARIES, Space.DEVICE)
+    ]
 
 
 def test_a_plan_says_each_phases_host_bytes() -> None:

@@ -41,6 +41,13 @@ def test_views_are_no_births_and_storages_die_with_their_last_view() -> None:
     assert tracker.trace.sizes == [64]
 
 
+def test_dropout_allocates_its_mask_before_its_result() -> None:
+    with fake_device(H100), Tracker(H100) as tracker:
+        kept = torch.empty(1000, device="cuda")
+        functional.dropout(kept, 0.5)
+    assert tracker.trace.sizes == [4000, 1000, 4000]
+
+
 def test_what_does_not_outlive_forward_was_temporary() -> None:
     with fake_device(H100), Tracker(H100) as tracker:
         tracker.observe("forward")
