@@ -24,8 +24,11 @@ import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._functorch import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import pattern_matcher
 from torch._inductor.decomposition import select_decomp_table
+from torch._guards import detect_fake_mode
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -255,7 +258,10 @@ def _cut(
     `weights` are positions of inputs that stay alive anyway: saving one for backward costs nothing, so its cast (fp8)
     is recomputed rather than saved. Dynamo passes them to torch.
     """
-    with inductor_config.patch(joint_graph_constant_folding=False):
+    fake_mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.nodes])
+    # torch leaves alone what reads tensors without storage
+    no_exception = mock.patch.object(pattern_matcher, "fallback_node_due_to_unsupported_type", return_value=False)
+    with inductor_config.patch(joint_graph_constant_folding=False), no_exception, V.set_fake_mode(fake_mode):
         joint_graph_passes(joint)
     options |= {"compiler": "inductor", "static_lifetime_input_indices": list(weights)}
     return min_cut_rematerialization_partition(joint, inputs, **options)

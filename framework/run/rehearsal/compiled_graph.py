@@ -202,7 +202,7 @@ class GraphReplay:
         inputs = arguments[::-1]
         arguments.clear()  # these are the last references to tensors saved by forward
         tracker = self._tracker()
-        code = tracker.compiled_code(not self._is_backward) if tracker is not None else contextlib.nullcontext()
+        code = contextlib.nullcontext() if tracker is None else tracker.compiled_code(self, not self._is_backward)
         with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes(), code:
             return self._replay(inputs, tracker)
 
@@ -242,6 +242,8 @@ class GraphReplay:
             kernel = schedule.kernels[node]
             if kernel.writes[0] is node:
                 tracker.record_kernel("generated", kernel.bytes)
+            if kernel.writes[-1] is node and all(schedule.roles[item] is Role.FUSED for item in kernel.writes):
+                tracker.record_tuning()
         return result
 
     def _release_overwritten(self, node: fx.Node, position: int, values: dict[fx.Node, Any], tracker: Tracker) -> None:

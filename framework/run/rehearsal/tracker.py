@@ -64,6 +64,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of each allocated workspace
         self._resize = torch.UntypedStorage.resize_
         self._in_forward_code = False
+        self._graphs: set[int] = set()
+        self._tunes = False
         self._launcher = Launcher.TORCH
         self.is_one_of_several = False
         """Whether tensors may be sharded."""
@@ -182,10 +184,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- compiled code
     @contextlib.contextmanager
-    def compiled_code(self, of_forward: bool) -> Iterator[None]:
-        """Mark operations within the block as compiled code; `of_forward` also for recomputation in backward."""
+    def compiled_code(self, graph: object, of_forward: bool) -> Iterator[None]:
+        """Mark operations within the block as those of a compiled graph; `of_forward` also for recomputation in
+        backward."""
         before = self._launcher, self._in_forward_code
         self._launcher, self._in_forward_code = Launcher.COMPILED, of_forward
+        self._tunes = id(graph) not in self._graphs
+        self._graphs.add(id(graph))
         self.trace.operations.append(Operation(GRAPH, self._code_phase(), 0, 0, ""))
         try:
             yield
@@ -207,6 +212,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record_kernel(self, name: str, moved: int) -> None:
         """Record a launch of a generated kernel that moves `moved` bytes."""
         self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, "", (), Launcher.COMPILED))
+
+    def record_tuning(self) -> None:
+        """Record the timing of variants of an elementwise kernel, at the first call of its graph.
+
+        Before each launch torch overwrites a buffer as large as the L2 cache (`InductorBenchmarker.benchmark_gpu`).
+        """
+        if self._tunes and self._card.l2_cache_bytes is not None:
+            self.trace.bury(self._bear(self._card.l2_cache_bytes, Kind.TEMPORARIES))
 
     def record_launch(self, name: str, moved: int, launcher: Launcher = Launcher.TRITON, tensors: int = 1) -> None:
         """Record a kernel launched by Python code, outside of torch's operators."""
