@@ -50,7 +50,7 @@ _BAD_IF_SMALL = (
     "link_bytes_per_second",
     "host_link_bytes_per_second",
 )
-_BAD_IF_LARGE = ("multiprocessors", "context_bytes", "cublas_workspace_bytes")
+_BAD_IF_LARGE = ("multiprocessors", "context_bytes", "cublas_workspace_bytes", "l2_cache_bytes")
 
 
 def card_names() -> list[str]:
@@ -91,13 +91,12 @@ def card_of_size(text: str) -> dict[str, Any] | None:
     if not 1 <= size <= 1024:
         return None
     largest = read_card(_LARGEST_OF_SIZE_CAPABILITY)
-    copied = ("multiprocessors", "context_bytes", "cublas_workspace_bytes")
     return {
         "name": f"{size}gb",
         "capacity_bytes": size * GIB,
         "usable_bytes": int(size * GIB * SIZE_USABLE_SHARE),
         "capability": SIZE_CAPABILITY,
-        **{fact: largest[fact] for fact in copied},
+        **{fact: largest[fact] for fact in _BAD_IF_LARGE},
         "sources": {
             "name": f"known by size only: planned as a card of capability {SIZE_CAPABILITY}",
             "capacity_bytes": "the size as written",

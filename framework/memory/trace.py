@@ -133,6 +133,8 @@ class Trace:
     operations: list[Operation] = field(default_factory=list)
     makers: dict[int, int] = field(default_factory=dict)
     """Block -> the operation that created it, if known."""
+    unrepeated: set[int] = field(default_factory=set)
+    """Blocks of work that only the first step does."""
 
     def bear(self, size: int, kind: Kind, space: Space = Space.DEVICE, stream: int = 0) -> int:
         """Record the birth of a block of `size` bytes and return its number."""
@@ -156,7 +158,7 @@ class Trace:
         """Append the events from mark `first` to mark `last` again, as they occur in a repetition.
 
         Blocks created there that outlived it (optimizer states, workspaces) exist already, so neither they nor the
-        operations that created them are repeated.
+        operations that created them are repeated; nor are `unrepeated` ones.
         """
         events = self.events[self.marks[first].event : self.marks[last].event]
         ended = {~event for event in events if event < 0}
@@ -166,7 +168,7 @@ class Trace:
         for mark, following in zip(self.marks[first:last], self.marks[first + 1 : last + 1], strict=True):
             self.enter(mark.phase, mark.empties_cache)
             for event in self.events[mark.event : following.event]:
-                if event >= 0 and event not in survivors:
+                if event >= 0 and event not in survivors and event not in self.unrepeated:
                     again[event] = self.bear(
                         self.sizes[event], self.kinds[event], self.spaces[event], self.streams[event]
                     )

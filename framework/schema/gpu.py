@@ -64,7 +64,9 @@ class GPUParams(Params):
     """Device memory of a CUDA context with the kernels of a training step loaded, not seen by torch's counters."""
     cublas_workspace_bytes: Count | None = None
     """Workspace that cuBLAS holds per handle and stream."""
-    l2_cache_bytes: Count | None = 62914560
+    l2_cache_bytes: Count = 62914560
+    """Size of the L2 cache. The first step of compiled code allocates as much while it times kernels. Unset: an
+    H200's."""
     host: HostParams | None = None
     """Speed of the host processor. Unset: step times are the mean over hosts of several speeds."""
     sources: FrozenMapping = FrozenMapping()

@@ -92,6 +92,7 @@ class Calibration:
     allocator: str
     """Backend and settings of the allocator during the measurement."""
     cublas_workspace_bytes: int
+    l2_cache_bytes: int
     rates: Mapping[str, float]
     """Field of `gpu` -> measured rate, except for those that the card does not support."""
     product_curve: Mapping[int, float]
@@ -164,6 +165,7 @@ def calibrate(measured: Measurements) -> Calibration:
         library_context_bytes={name: size for name, size in contexts.items() if name != TORCH_ONLY},
         allocator=f"{torch.cuda.get_allocator_backend()}, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}",
         cublas_workspace_bytes=workspace,
+        l2_cache_bytes=torch.cuda.get_device_properties(0).L2_cache_size,
         total_bytes=torch.cuda.mem_get_info()[1],
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
         rates={**_copy_rates(), **dict(_product_rates(capability_of(card.capability)))},
@@ -313,6 +315,7 @@ def to_card(found: Calibration) -> dict[str, Any]:
         "multiprocessors": found.multiprocessors,
         "context_bytes": max(found.context_bytes, *found.library_context_bytes.values(), 0),
         "cublas_workspace_bytes": found.cublas_workspace_bytes,
+        "l2_cache_bytes": found.l2_cache_bytes,
         "product_seconds": product_start(found.product_curve, found.multiprocessors),
         "host": _rounded(found.host),
     }

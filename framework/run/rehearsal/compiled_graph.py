@@ -43,6 +43,10 @@ _VIEWS = frozenset(
     }
 )
 
+_MOST_READS_OF_REUSED, _MOST_READS, _MOST_OPERATIONS = 4, 8, 30
+"""What Inductor inlines at most (torch/_inductor/config.py: realize_reads_threshold, realize_acc_reads_threshold,
+realize_opcount_threshold)."""
+
 
 class Role(Enum):
     """How Inductor treats a node."""
@@ -77,16 +81,11 @@ class Schedule:
         self.nodes = list(graph.nodes)
         self.roles = {node: role_of(node) for node in self.nodes}
         self.written = self._find_written()
-        # Materialized values that the kernel of each node reads, through inlined ones.
-        operands: dict[fx.Node, set[fx.Node]] = {}
-        for node in self.nodes:
-            read: set[fx.Node] = set()
-            for source in node.all_input_nodes:
-                read |= operands[source] if self.is_inlined(source) else {source}
-            operands[node] = read
-        self.operands = operands
+        self.operands = self._find_operands()
+        self.kernels = self._join_kernels()
         # Position -> values whose last read is there.
         position = {node: index for index, node in enumerate(self.nodes)}
+        position |= {node: position[kernel.writes[0]] for node, kernel in self.kernels.items()}
         last: dict[fx.Node, int] = {}
         deaths: dict[int, list[fx.Node]] = {}
         for node in reversed(self.nodes):
@@ -95,7 +94,6 @@ class Schedule:
             if node.op != "output":
                 deaths.setdefault(last[node], []).append(node)
         self.deaths = deaths
-        self.kernels = self._join_kernels()
 
     def _find_written(self) -> set[fx.Node]:
         written: set[fx.Node] = set()
@@ -109,6 +107,26 @@ class Schedule:
             if read_whole or self.roles[node] in (Role.LIBRARY, Role.REDUCTION):
                 written.add(node)
         return written
+
+    def _find_operands(self) -> dict[fx.Node, set[fx.Node]]:
+        """Materialized values that the kernel of each node reads, through inlined ones. Values that would inline too
+        much are materialized."""
+        operands: dict[fx.Node, set[fx.Node]] = {}
+        inlined: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.nodes:
+            read, inner = set[fx.Node](), set[fx.Node]()
+            for source in node.all_input_nodes:
+                read |= operands[source] if self.is_inlined(source) else {source}
+                inner |= inlined[source]
+            if self.roles[node] is Role.FUSED:
+                inner = inner | {node}
+                is_large = len(inner) + len(read) > _MOST_OPERATIONS
+                is_reused = len(node.users) > 1 and len(read) > _MOST_READS_OF_REUSED
+                if is_large or is_reused or len(read) > _MOST_READS:
+                    self.written.add(node)
+            operands[node] = read
+            inlined[node] = inner if self.is_inlined(node) else set()
+        return operands
 
     def is_inlined(self, node: fx.Node) -> bool:
         """Whether the value has no memory of its own: a view, or elementwise and not materialized."""
@@ -215,36 +233,40 @@ class GraphReplay:
                 values[node] = getattr(self._module, str(node.target))
             elif node.op == "output":
                 return list(fx.node.map_arg(node.args[0], lambda item: values[item]))
-            else:
-                values[node] = self._run(node, position, values, tracker)
+            elif (kernel := self._schedule.kernels.get(node)) is None:
+                values[node] = self._run(node, values, tracker)
+            elif node is kernel.writes[0]:
+                self._launch(kernel, position, values, tracker)
             for dead in self._schedule.deaths.get(position, ()):
                 values.pop(dead, None)
         raise AssertionError("a graph has an output")
 
-    def _run(self, node: fx.Node, position: int, values: dict[fx.Node, Any], tracker: Tracker | None) -> Any:
-        """The value of a node; None if it is not in memory."""
+    def _run(self, node: fx.Node, values: dict[fx.Node, Any], tracker: Tracker | None) -> Any:
+        """The value of a library call or view; None if it is not in memory."""
         schedule, role = self._schedule, self._schedule.roles[node]
-        if role is Role.LIBRARY or (role is Role.VIEW and node in schedule.written):
-            args = fx.node.map_arg(node.args, lambda item: values[item])
-            kwargs = fx.node.map_arg(node.kwargs, lambda item: values[item])
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
-            if role is Role.LIBRARY and tracker is not None:
-                tracker.record_call(node.target, args, kwargs, result)
-            return result
-        if node not in schedule.written or role is Role.VIEW:
+        if role is not Role.LIBRARY and node not in schedule.written:
             return None
-        if role is Role.FUSED and tracker is not None:
-            self._release_overwritten(node, position, values, tracker)
-        result = tree_map_only(torch.Tensor, _without_values, node.meta["val"])
-        if tracker is not None:
-            for tensor in tensors_in(result):
-                tracker.record_result(tensor)
-            kernel = schedule.kernels[node]
-            if kernel.writes[0] is node:
-                tracker.record_kernel("generated", kernel.bytes)
-            if kernel.writes[-1] is node and all(schedule.roles[item] is Role.FUSED for item in kernel.writes):
-                tracker.record_tuning()
+        args = fx.node.map_arg(node.args, lambda item: values[item])
+        kwargs = fx.node.map_arg(node.kwargs, lambda item: values[item])
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        if role is Role.LIBRARY and tracker is not None:
+            tracker.record_call(node.target, args, kwargs, result)
         return result
+
+    def _launch(self, kernel: Kernel, position: int, values: dict[fx.Node, Any], tracker: Tracker | None) -> None:
+        """Create the values that a generated kernel writes."""
+        roles = self._schedule.roles
+        for node in kernel.writes:
+            if roles[node] is Role.FUSED and tracker is not None:
+                self._release_overwritten(node, position, values, tracker)
+            values[node] = tree_map_only(torch.Tensor, _without_values, node.meta["val"])
+            if tracker is not None:
+                for tensor in tensors_in(values[node]):
+                    tracker.record_result(tensor)
+        if tracker is not None:
+            tracker.record_kernel("generated", kernel.bytes)
+            if all(roles[node] is Role.FUSED for node in kernel.writes):
+                tracker.record_tuning()
 
     def _release_overwritten(self, node: fx.Node, position: int, values: dict[fx.Node, Any], tracker: Tracker) -> None:
         """Release an operand that Inductor overwrites: one of the same size with no further reader."""

@@ -217,9 +217,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the timing of variants of an elementwise kernel, at the first call of its graph.
 
         Before each launch torch overwrites a buffer as large as the L2 cache (`InductorBenchmarker.benchmark_gpu`).
+        Later steps, and runs that find torch's cache filled, do not.
         """
-        if self._tunes and self._card.l2_cache_bytes is not None:
-            self.trace.bury(self._bear(self._card.l2_cache_bytes, Kind.TEMPORARIES))
+        if self._tunes:
+            block = self._bear(self._card.l2_cache_bytes, Kind.TEMPORARIES)
+            self.trace.bury(block)
+            self.trace.unrepeated.add(block)
 
     def record_launch(self, name: str, moved: int, launcher: Launcher = Launcher.TRITON, tensors: int = 1) -> None:
         """Record a kernel launched by Python code, outside of torch's operators."""

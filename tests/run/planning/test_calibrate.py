@@ -38,6 +38,7 @@ H100 = Calibration(
     library_context_bytes={},
     allocator="native, no settings",
     cublas_workspace_bytes=33554432,
+    l2_cache_bytes=52428800,
     product_curve={512: 10e-6, 8192: 1.4e-3},
     host=HostParams(python=1.0, operator=1.25, view=1.0, backward=1.0, graph=1.0),
     rates={
@@ -70,6 +71,7 @@ def test_rates_are_given_as_the_data_sheet_has_them() -> None:
     for field in H100.rates:
         assert card[field] == pytest.approx(shipped[field], rel=0.001), field
     same = ("capacity_bytes", "capability", "multiprocessors", "context_bytes", "cublas_workspace_bytes")
+    same += ("l2_cache_bytes",)
     assert {field: card[field] for field in same} == {field: shipped[field] for field in same}
     assert set(REACHED) <= set(GPUParams.model_fields)
 
@@ -83,7 +85,7 @@ def test_every_figure_says_how_it_was_measured_and_a_plan_has_nothing_to_assume(
         "measured by doctor --calibrate (NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.11.0+cu130, 2026-11-28): "
         "capacity_bytes, usable_bytes, capability, multiprocessors, bandwidth_bytes_per_second, fp32_flops, "
         "bf16_flops, fp16_flops, fp8_flops, product_seconds, host_link_bytes_per_second, context_bytes, "
-        "cublas_workspace_bytes, host"
+        "cublas_workspace_bytes, l2_cache_bytes, host"
     ]
 
 
