@@ -7,7 +7,8 @@ capture serves all equal blocks. Only a plan of a compiled run imports this modu
 Private names of torch used here (tests/run/rehearsal/test_compiled_blocks.py holds a block's saved bytes to a measured
 run):
 `aot_function`, `min_cut_rematerialization_partition`, `joint_graph_passes`, `select_decomp_table`,
-`aot_autograd.preserve_rng_state`, the stack of function modes.
+`aot_autograd.preserve_rng_state`, `pattern_matcher.fallback_node_due_to_unsupported_type`, `V.set_fake_mode`, the stack
+of function modes.
 """
 
 import contextlib
@@ -24,9 +25,9 @@ import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._functorch import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
 from torch._inductor import pattern_matcher
 from torch._inductor.decomposition import select_decomp_table
-from torch._guards import detect_fake_mode
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
@@ -44,7 +45,10 @@ from framework.run.rehearsal.fake_device import FakeDeviceMode
 from framework.run.rehearsal.tracker import Tracker
 from framework.schema.choices import CompileScope
 
-PLANNED = "compiled blocks keep the tensors that torch's partitioner saves for backward"
+PLANNED = (
+    "compiled blocks keep the tensors that torch's partitioner saves for backward; the first step also times kernels, "
+    "unless torch's compile cache has them"
+)
 RECORDED = "CUDA graphs are planned like the kernels that they record: allocated may be 0.8 % less (360M, H200)"
 BY_BLOCK = "the model is compiled as a whole but planned block by block: allocated may be 2.5 % too low (1B, H200)"
 
@@ -259,7 +263,7 @@ def _cut(
     is recomputed rather than saved. Dynamo passes them to torch.
     """
     fake_mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.nodes])
-    # torch leaves alone what reads tensors without storage
+    # torch's patterns skip what reads tensors without storage
     no_exception = mock.patch.object(pattern_matcher, "fallback_node_due_to_unsupported_type", return_value=False)
     with inductor_config.patch(joint_graph_constant_folding=False), no_exception, V.set_fake_mode(fake_mode):
         joint_graph_passes(joint)

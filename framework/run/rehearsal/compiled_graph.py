@@ -1,9 +1,10 @@
 """Memory and time of a graph as Inductor would run it, without generating code.
 
-Inductor materializes inputs and outputs of library kernels, results of reductions, and outputs of the graph; everything
-elementwise in between is computed inside each kernel that needs it. The rule was compared with an H100:
-docs/evidence/planner.md. Horizontal fusion of independent kernels is not modeled: it can only free operands later, and
-without it the one measured row that shows it is predicted 0.9 % high instead of 1.5 % low.
+Inductor materializes inputs and outputs of library kernels, results of reductions, outputs of the graph, and
+elementwise values that would inline too much; all others are computed inside each kernel that needs them. One kernel
+computes values of as many elements that share an operand, and takes memory for all of them when it is launched.
+Compared with an H100 and an H200: docs/evidence/planner.md. The order of kernels is the graph's, where Inductor may
+move one to lower the peak.
 """
 
 import contextlib
@@ -255,18 +256,16 @@ class GraphReplay:
 
     def _launch(self, kernel: Kernel, position: int, values: dict[fx.Node, Any], tracker: Tracker | None) -> None:
         """Create the values that a generated kernel writes."""
-        roles = self._schedule.roles
-        for node in kernel.writes:
-            if roles[node] is Role.FUSED and tracker is not None:
-                self._release_overwritten(node, position, values, tracker)
-            values[node] = tree_map_only(torch.Tensor, _without_values, node.meta["val"])
-            if tracker is not None:
-                for tensor in tensors_in(values[node]):
-                    tracker.record_result(tensor)
+        roles, writes = self._schedule.roles, kernel.writes
         if tracker is not None:
-            tracker.record_kernel("generated", kernel.bytes)
-            if all(roles[node] is Role.FUSED for node in kernel.writes):
-                tracker.record_tuning()
+            for node in writes:
+                if roles[node] is Role.FUSED:
+                    self._release_overwritten(node, position, values, tracker)
+        for node in writes:
+            values[node] = tree_map_only(torch.Tensor, _without_values, node.meta["val"])
+        if tracker is not None:
+            results = tensors_in([values[node] for node in writes])
+            tracker.record_kernel(results, kernel.bytes, all(roles[node] is Role.FUSED for node in writes))
 
     def _release_overwritten(self, node: fx.Node, position: int, values: dict[fx.Node, Any], tracker: Tracker) -> None:
         """Release an operand that Inductor overwrites: one of the same size with no further reader."""

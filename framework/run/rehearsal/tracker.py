@@ -64,8 +64,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of each allocated workspace
         self._resize = torch.UntypedStorage.resize_
         self._in_forward_code = False
-        self._graphs: set[int] = set()
-        self._tunes = False
+        self._called_graphs: set[int] = set()
+        self._is_first_call = False
         self._launcher = Launcher.TORCH
         self.is_one_of_several = False
         """Whether tensors may be sharded."""
@@ -185,12 +185,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- compiled code
     @contextlib.contextmanager
     def compiled_code(self, graph: object, of_forward: bool) -> Iterator[None]:
-        """Mark operations within the block as those of a compiled graph; `of_forward` also for recomputation in
-        backward."""
+        """Mark operations within the block as a graph's; `of_forward` also for recomputation in backward."""
         before = self._launcher, self._in_forward_code
         self._launcher, self._in_forward_code = Launcher.COMPILED, of_forward
-        self._tunes = id(graph) not in self._graphs
-        self._graphs.add(id(graph))
+        self._is_first_call = id(graph) not in self._called_graphs
+        self._called_graphs.add(id(graph))
         self.trace.operations.append(Operation(GRAPH, self._code_phase(), 0, 0, ""))
         try:
             yield
@@ -205,29 +204,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record a call of a library kernel with its result."""
         self._record(func, func._overloadpacket, args, kwargs, result)
 
-    def record_result(self, tensor: torch.Tensor) -> None:
-        """Record `tensor` as written by generated code."""
-        self._track(tensor)
+    def record_kernel(self, results: Iterable[torch.Tensor], moved: int, is_elementwise: bool) -> None:
+        """Record a launch of a generated kernel that moves `moved` bytes, and its results.
 
-    def record_kernel(self, name: str, moved: int) -> None:
-        """Record a launch of a generated kernel that moves `moved` bytes."""
-        self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, "", (), Launcher.COMPILED))
-
-    def record_tuning(self) -> None:
-        """Record the timing of variants of an elementwise kernel, at the first call of its graph.
-
-        Before each launch torch overwrites a buffer as large as the L2 cache (`InductorBenchmarker.benchmark_gpu`).
-        Later steps, and runs that find torch's cache filled, do not.
+        At a graph's first call torch times variants of elementwise ones, and each time overwrites a buffer as large as
+        the L2 cache (`InductorBenchmarker.benchmark_gpu`).
         """
-        if self._tunes:
+        for tensor in results:
+            self._track(tensor)
+        self.record_launch("generated", moved, Launcher.COMPILED)
+        if self._is_first_call and is_elementwise:
             block = self._bear(self._card.l2_cache_bytes, Kind.TEMPORARIES)
             self.trace.bury(block)
             self.trace.unrepeated.add(block)
 
     def record_launch(self, name: str, moved: int, launcher: Launcher = Launcher.TRITON, tensors: int = 1) -> None:
         """Record a kernel launched by Python code, outside of torch's operators."""
-        phase = self._operation_phase()
-        self.trace.operations.append(Operation(name, phase, 0, moved, "", launcher=launcher, tensors=tensors))
+        operation = Operation(name, self._operation_phase(), 0, moved, "", launcher=launcher, tensors=tensors)
+        self.trace.operations.append(operation)
 
     def note_wait(self) -> None:
         """Record that the host waits for the device."""
@@ -327,8 +321,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.operations += operations_of(phase, self._launcher, packet, args, kwargs, results)
 
     def _operation_phase(self) -> str:
-        """The phase, except that a checkpoint's recomputation in backward is marked: it is Python code, as slow as
-        forward's."""
+        """The phase, except that a checkpoint's recomputation in backward is marked: it is as slow as forward."""
         return RECOMPUTED if self.phase == _BACKWARD and self._recomputes() else self.phase
 
     def _code_phase(self) -> str:
@@ -389,24 +382,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _on_host(self, size: Sequence[int], dtype: torch.dtype, space: Space) -> torch.Tensor:
-        """An expanded zero of the right shape: it takes no memory here, and its full size in the trace. Copies back to
-        the device are activations."""
+        """An expanded zero of the right shape: it takes no memory here, and its full size in the trace."""
         copy = torch.zeros((), dtype=dtype).expand(size)
         block = self.trace.bear(math.prod(size) * dtype.itemsize, Kind.ACTIVATIONS, space)
         self._blocks.bind(copy.untyped_storage(), block)
         return copy
 
     def _is_offloaded(self, tensor: torch.Tensor) -> bool:
-        block = self._blocks.of(tensor.untyped_storage())
-        return block is not None and (self.trace.spaces[block], self.trace.kinds[block]) == (
-            Space.PINNED,
-            Kind.ACTIVATIONS,
-        )
+        block, trace = self._blocks.of(tensor.untyped_storage()), self.trace
+        return block is not None and (trace.spaces[block], trace.kinds[block]) == (Space.PINNED, Kind.ACTIVATIONS)
 
     def _note_transfer(self, tensor: torch.Tensor) -> None:
         self._has_hooks |= self.phase == _FORWARD  # where an offload sends what is saved
-        size = tensor.numel() * tensor.element_size()
-        self.trace.operations.append(Operation(TRANSFER, self._operation_phase(), 0, size, ""))
+        self.trace.operations.append(Operation(TRANSFER, self._operation_phase(), 0, tensor.nbytes, ""))
 
 
 _IN_PLACE_IN_BACKWARD = frozenset({aten.add, aten.index_put})

@@ -147,13 +147,39 @@ def test_blocks_over_4_bit_weights_are_captured_and_unpack_them_again_in_backwar
     assert (calls["backward", "dequantize_blockwise"] > 0) is nested
 
 
+def test_a_weight_that_dora_unpacks_in_forward_is_kept_for_backward() -> None:
+    found = rehearsed_in_4_bits(peft_method="dora", use_bnb_nested_quant=False)
+    calls = Counter((call.phase, call.name) for call in steady_step(found.trace))
+    layers = LLAMA["num_hidden_layers"]
+    assert calls["forward", "dequantize_4bit"] == 2 * layers, "queries and values have adapters"
+    assert calls["backward", "dequantize_4bit"] == 5 * layers - 1, "the first keys' input has no gradient"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "measured"), [("qlora-09-llama", 9546081280), ("qlora-17-llama", 2609921536)])
-def test_compiled_blocks_over_4_bit_weights_take_what_an_h200_took(name: str, measured: int) -> None:
-    """Allocated bytes (torch 2.11, bitsandbytes 0.50, 2026-11-30)."""
+@pytest.mark.parametrize(
+    ("name", "measured", "error"),
+    [
+        ("qlora-09-llama", 9546081280, 0.0015),
+        ("qlora-17-llama", 2609921536, 0.0025),
+        ("qlora-13-llama", 1259339776, 0.02),
+        ("odd-02-encoder", 543777280, 0.01),
+        ("full-10-llama", 2683700736, 0.0005),
+    ],
+)
+def test_compiled_blocks_take_what_an_h200_took(name: str, measured: int, error: float) -> None:
+    """Allocated bytes with an empty cache of torch's compiler (torch 2.11, bitsandbytes 0.50, 2026-11-30)."""
     pytest.importorskip("bitsandbytes")
     [row] = [row for row in drawn("single", 20261129) if row["name"].startswith(name)]
-    assert make_plan(record(config_of(row))).step_peak.allocated_bytes == pytest.approx(measured, rel=0.0015)
+    assert make_plan(record(config_of(row))).step_peak.allocated_bytes == pytest.approx(measured, rel=error)
+
+
+def test_the_first_step_times_kernels_next_to_a_buffer_as_large_as_the_l2_cache() -> None:
+    trace = rehearsed(compile=True).trace
+    steps = [mark.event for mark in trace.marks if mark.phase == "forward"]
+    timed = [block for block in trace.unrepeated if steps[0] < trace.events.index(block) < steps[1]]
+    assert timed
+    assert len(timed) == len(trace.unrepeated)
+    assert {trace.sizes[block] for block in timed} == {TrainingConfig.model_validate({"gpu": H100}).gpu.l2_cache_bytes}
 
 
 @pytest.mark.slow
@@ -263,3 +289,16 @@ def test_what_is_written_to_memory_and_what_one_kernel_does() -> None:
     [kernel] = set(schedule.kernels.values())
     assert kernel.bytes == 4 * (8 * 4 + 8 * 1 + 8 * 4)  # x read, its mean and the normed rows written
     assert schedule.roles[schedule.nodes[-1]] is Role.BOUNDARY
+
+
+@pytest.mark.parametrize(("reads", "is_written"), [(4, False), (5, True)])
+def test_a_value_of_many_reads_that_is_used_twice_is_written(reads: int, is_written: bool) -> None:
+    def summed(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = sum(inputs[1:], inputs[0]).exp()
+        return total.sum(0), total.sum(1)
+
+    inputs = [torch.empty(8, 4, device="meta") for _ in range(reads)]
+    graph = torch.fx.experimental.proxy_tensor.make_fx(summed)(*inputs).graph
+    schedule = Schedule(graph)
+    [total] = [node for node in schedule.nodes if node.target is torch.ops.aten.exp.default]
+    assert (total in schedule.written) is is_written
