@@ -230,7 +230,7 @@ def compare(measured: Measurements) -> tuple[str, list[Compared]]:
         raise RequestError([Problem("--compare", "this machine has no CUDA card that plans are made for")])
     facts = read_card(name) if name in card_names() else card_of_size(name)
     found = [_measured(name, config, measured) for name, config in _configs(facts or {}).items()]
-    # Last, since torch's compiler, which it uses, takes memory of the card for this process
+    # Last, since it uses dynamo, which asks for the card's current stream and so creates a context in this process
     host = shares_of(probe_host()).model_dump()
     configs = _configs({**(facts or {}), "host": host})
     with Rehearsals() as rehearsals:

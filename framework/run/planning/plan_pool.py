@@ -1,6 +1,11 @@
 """Rehearsals in a server process, because a rehearsal patches torch. The server loads the libraries once and forks
 workers, which keep the blocks they captured.
 
+No context is created on this machine's card, whose memory others may measure or fill meanwhile: tensors are meta ones,
+whose backward runs in the calling thread (in torch/csrc/autograd/engine.cpp a thread selects its device when it is
+given work), compiled blocks are captured without dynamo, and questions to CUDA are answered (`fake_device`,
+`compiled_blocks`).
+
 This module itself loads no torch: `Rehearsals` starts `serve` in the child. The protocol is one line in (configs), one
 line out (plans or errors). A command that will need plans starts the server while it reads its request (`prepared`).
 """

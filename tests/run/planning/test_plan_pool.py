@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from framework.errors import RequestError, TunesmithError
 from framework.memory.cards import read_card
@@ -17,6 +19,7 @@ from framework.run.ranks.environment import python_command
 from framework.run.rehearsal.block_settings import shared_work
 from framework.run.rehearsal.rehearse import rehearse
 from framework.schema.config import TrainingConfig
+from tests.card import own_card
 from tests.processes import is_working, wait_for
 from tests.tiny import LLAMA, tiny_config
 
@@ -100,6 +103,20 @@ def test_a_rehearsal_ends_with_the_server_that_asked_for_it(monkeypatch: Any, tm
         plan_pool.abandon()
         assert isinstance(asked.exception(timeout=20), TunesmithError)
     wait_for(lambda: not is_working(working))
+
+
+@pytest.mark.gpu
+def test_rehearsals_take_no_memory_of_the_card() -> None:
+    card = read_card("h100_80gb")
+    configs = [tiny_config(gpu=card, training={"compile": compiled}) for compiled in (False, True)]
+    with own_card(), Rehearsals(use_cache=False) as rehearsals, ThreadPoolExecutor() as pool:
+        before, _ = torch.cuda.mem_get_info()
+        least, made = before, pool.submit(rehearsals.plans, configs)
+        while not made.done():
+            least = min(least, torch.cuda.mem_get_info()[0])
+            time.sleep(0.02)
+        assert all(plan.fits for plan in made.result())
+    assert before - least < 64 * 2**20, "a context takes hundreds of MiB"
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any], then: str = "") -> None:
