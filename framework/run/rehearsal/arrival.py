@@ -12,6 +12,7 @@ from framework.build.assembly import Assembly
 from framework.build.model.parts import causal_model
 from framework.memory.trace import Kind
 from framework.run.rehearsal.tracker import Tracker
+from framework.schema.choices import PeftMethod
 
 
 def record_base(tracker: Tracker, assembly: Assembly) -> None:
@@ -33,6 +34,8 @@ def record_base(tracker: Tracker, assembly: Assembly) -> None:
             tracker.note_emptied_cache()
     for weight, layer in quantized.items():
         _quantize(tracker, weight, layer)
+    if assembly.adapter is not None and assembly.config.peft.peft_method is PeftMethod.DORA:
+        tracker.take_cublas_workspace()  # peft multiplies the factors for the norms it starts with
 
 
 def _quantize(tracker: Tracker, weight: nn.Parameter, layer: nn.Module) -> None:

@@ -218,8 +218,13 @@ def _embedding_rule(args: Sequence[Any]) -> list[int]:
     return rules.embedding_backward(indices.numel(), rows, gradient.shape[-1])
 
 
-def has_fused_bias(packet: Any, args: Sequence[Any]) -> bool:
-    """Whether a matrix product adds its bias in cuBLASLt (isInputCompliesAddmmCudaLt in cuda/Blas.cpp)."""
+def has_fused_bias(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a matrix product adds its bias in cuBLASLt (isInputCompliesAddmmCudaLt in cuda/Blas.cpp).
+
+    A product with a 4-bit weight is one with the dequantized weight.
+    """
+    if _name(packet) == "gemm_4bit":
+        return _argument(args, kwargs, 6, "bias") is not None
     return bool(packet is aten.addmm and args[0].dim() == 1 and min(args[2].shape) > 1)
 
 
@@ -264,7 +269,7 @@ def quantized_workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, A
     """
     name = _name(packet)
     if name == "gemm_4bit":
-        scales = kwargs.get("absmax_8bit")
+        scales = _argument(args, kwargs, 7, "absmax_8bit")
         rows, columns = args[2]
         unpacked = [4 * scales.numel()] * 2 if scales is not None else []
         return [*unpacked, rows * columns * args[0].element_size()]
@@ -288,6 +293,11 @@ def quantized_result(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         left, columns = args[0], args[2].shape[0]
         return left.new_empty((*args[1].shape[:-1], columns)), left.new_empty(0)
     return None
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
+    """An argument that the dispatcher passes by position although the caller named it, or None."""
+    return args[position] if len(args) > position else kwargs.get(name)
 
 
 def _threshold(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:

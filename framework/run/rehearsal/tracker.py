@@ -312,7 +312,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.operations.append(Operation(RESTORE if is_restored else packet.__name__, phase, 0, 0, ""))
             return
         if is_product:
-            self._take_cublas_workspace(kernels.has_fused_bias(packet, args))
+            self.take_cublas_workspace(kernels.has_fused_bias(packet, args, kwargs))
         inside = kernels.workspace(packet, args, self._card, kwargs.get("dtype"))
         blocks = [self._bear(size, Kind.TEMPORARIES) for size in inside]
         for block in reversed(blocks):
@@ -334,7 +334,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a checkpoint is recomputing forward."""
         return torch.is_grad_enabled() or self._in_forward_code
 
-    def _take_cublas_workspace(self, with_bias: bool) -> None:
+    def take_cublas_workspace(self, with_bias: bool = False) -> None:
         """Record cuBLAS's workspace per handle and stream; backward runs in its own thread with its own handle.
 
         A product that adds its bias uses cuBLASLt, which keeps another, small workspace.

@@ -179,6 +179,19 @@ def test_a_tied_heads_own_matrix_is_drawn_and_freed() -> None:
     ]
 
 
+@pytest.mark.parametrize(("method", "phase"), [("dora", "load"), ("lora", "forward")])
+def test_dora_takes_cublas_workspace_before_the_first_step(method: str, phase: str) -> None:
+    config = {
+        "model": {"architecture": LARGE, "model_name": "a/b", "model_max_length": 16},
+        "training": {"use_peft": True, "max_steps": 1},
+        "peft": {"lora_target_modules": ["q_proj"], "peft_method": method},
+        "gpu": H100,
+    }
+    trace = record(TrainingConfig.model_validate(config)).trace
+    taken = trace.events.index(trace.sizes.index(H100.cublas_workspace_bytes))
+    assert [mark.phase for mark in trace.marks if mark.event <= taken][-1] == phase
+
+
 def test_a_plan_says_each_phases_host_bytes() -> None:
     config = {
         "model": {"architecture": LARGE, "model_name": "a/b", "model_max_length": 16, "torch_dtype_str": "float32"},

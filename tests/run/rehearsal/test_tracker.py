@@ -207,6 +207,25 @@ def test_a_quantized_weight_is_unpacked_before_the_result_of_its_product_is_ther
     assert sizes == [2 * 256 * 512, 2 * 4096 * 256]
 
 
+def test_a_quantized_weights_bias_and_nested_scales_are_found_wherever_they_are_passed() -> None:
+    pytest.importorskip("bitsandbytes")
+    with fake_device(H100), Tracker(H100) as tracker:
+        tracker.observe("forward")
+        rows, bias = (torch.empty(*size, dtype=torch.bfloat16, device="cuda") for size in ((4096, 512), (256,)))
+        packed = torch.empty(256 * 512 // 2, 1, dtype=torch.uint8, device="cuda")
+        scales, count = torch.empty(8, device="cuda"), 256 * 512 // 64
+        nested = {
+            "absmax_8bit": torch.empty(count, dtype=torch.uint8, device="cuda"),
+            "absmax_code": torch.empty(256, device="cuda"),
+            "absmax_offset": torch.empty((), device="cuda"),
+        }
+        born = len(tracker.trace.sizes)
+        torch.ops.bitsandbytes.gemm_4bit.default(rows, packed, [256, 512], scales, 64, "nf4", bias=bias, **nested)
+    scales_as_float32 = [4 * count] * 2
+    workspaces = [WORKSPACE, 1 << 20]  # the small one is cuBLASLt's, which adds the bias
+    assert tracker.trace.sizes[born:] == [*scales_as_float32, 2 * 256 * 512, 2 * 4096 * 256, *workspaces]
+
+
 def test_a_copy_to_the_host_takes_host_memory_in_the_trace_and_none_here() -> None:
     with fake_device(H100), Tracker(H100) as tracker:
         copy = torch.empty(1 << 20, device="cuda").to("cpu")
