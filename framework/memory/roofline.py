@@ -43,7 +43,9 @@ class Efficiency:
     attention_float32_narrow: float
     """`attention_narrow` of the float32 kernel."""
     bandwidth: float
-    """Elementwise kernels and copies."""
+    """Elementwise kernels that load vectors, and copies."""
+    elements_per_multiprocessor: float
+    """Elements per second of elementwise kernels that load them one by one, whatever their bytes."""
     reduction_bandwidth: float
     """Reductions, sorts, gathers and scatters."""
     column_bandwidth: float
@@ -94,7 +96,8 @@ CALIBRATED = Efficiency(
     attention_narrow=0.504,
     attention_float32=0.82,
     attention_float32_narrow=1.1,
-    bandwidth=0.72,
+    bandwidth=0.9,
+    elements_per_multiprocessor=2.7e9,
     reduction_bandwidth=0.8,
     column_bandwidth=0.33,
     norm_backward_bandwidth=0.23,
@@ -111,7 +114,9 @@ CALIBRATED = Efficiency(
 kernel of each class takes its planned time. The median error of a step's card time is 7.3 % on these steps and 8.9 % on
 14 others (18 % before; benchmarks/results/step_time_phases_h200.json). Products, attention and generated kernels are
 fitted to twelve older steps and to whole steps; float32, grouped products, sums over rows, LayerNorm and sorts to six
-steps and 684 single products of another H200 (2026-11-30; docs/evidence/planner.md)."""
+steps and 684 single products of another H200 (2026-11-30; docs/evidence/planner.md). Of eight steps there (132
+multiprocessors) elements that are loaded one by one pass at 290 to 380e9 a second, 355e9 in the median, and the other
+elementwise kernels move 0.8 to 0.95 of the bandwidth from memory, more from the cache."""
 
 
 def kernel_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency = CALIBRATED) -> tuple[float, float]:
@@ -124,6 +129,9 @@ def kernel_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency
         link = (card.host_link_bytes_per_second or math.inf) * efficiency.link
         is_pinned = operation.name != UNPINNED_COPY
         traffic = operation.bytes / (link if is_pinned else min(link, efficiency.unpinned_bytes_per_second))
+    if operation.one_by_one and card.multiprocessors:
+        rate = efficiency.elements_per_multiprocessor * card.multiprocessors
+        traffic = max(traffic, operation.one_by_one / rate)
     if operation.name in _SORTS:
         traffic += efficiency.sort_seconds
     return _arithmetic_seconds(operation, card, efficiency), traffic
@@ -142,11 +150,11 @@ def _bandwidth_share(operation: Operation, efficiency: Efficiency) -> float:
         return efficiency.unpack_bandwidth
     if operation.launcher is Launcher.COMPILED and not operation.flops:
         return efficiency.compiled_bandwidth
-    if operation.tensors > 1:
+    if operation.tensors > 1 or operation.name.startswith("_foreach_"):
         return efficiency.update_bandwidth
     if operation.name == "native_layer_norm_backward":
         return efficiency.norm_backward_bandwidth
-    if operation.name == "native_layer_norm" or (operation.name == "sum" and operation.phase == "backward"):
+    if operation.name == "native_layer_norm" or (operation.name == "sum" and operation.phase in _PASSES):
         return efficiency.column_bandwidth
     return efficiency.reduction_bandwidth if operation.name in _REDUCTIONS else efficiency.bandwidth
 
@@ -154,7 +162,10 @@ def _bandwidth_share(operation: Operation, efficiency: Efficiency) -> float:
 _UNPACKS = ("unpack", "dequantize_4bit", "dequantize_blockwise")
 """Kernels of bitsandbytes in compiled code."""
 
-_SORTS = ("sort", "topk", "cumsum", "histc")
+_PASSES = ("forward", "recompute", "backward")
+
+_SORTS = ("sort", "topk", "cumsum", "histc", "index_put")
+"""`index_put` without the underscore is the gradient of an index, which sorts the indices to add what is equal."""
 
 _REDUCTIONS = frozenset(
     {

@@ -225,6 +225,10 @@ def step_time(rehearsal: Rehearsal, costs: HostCosts = FITTED) -> StepTime | Non
 HOST_UPDATE_BYTES_PER_SECOND = 20e9
 """Bytes per second that AdamW reads and writes on a rank's CPU cores. The 1B over two H200 took 1.0 s longer with
 `fsdp.cpu_offload`, with two threads per rank (2026-11-28); the launcher gives each rank its share of all cores."""
+HOST_AVERAGE_BYTES_PER_SECOND = 35e9
+"""The same for an average of the weights, whose loop is one pass. With four threads 6.2 GB took 0.15 and 0.21 s on two
+machines with an H200 (30 and 41 GB/s, 2026-11-30): 10 GB/s a thread, as with two above. A run takes all cores of its
+share; how many those are, and where the memory itself ends, a plan does not know."""
 
 
 def with_update_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
@@ -240,7 +244,7 @@ def with_update_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
 def with_average_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     """Add the update of averaged weights on the host after the step.
 
-    The average is read and written, and the weights are read, at the rate of `HOST_UPDATE_BYTES_PER_SECOND`.
+    The average is read and written, and the weights are read, at the rate of `HOST_AVERAGE_BYTES_PER_SECOND`.
     """
     training, link = rehearsal.config.training, rehearsal.config.gpu.host_link_bytes_per_second
     if training.ema_decay is None or training.ema_device is not EmaDevice.HOST or rehearsal.config.fsdp.is_on_host:
@@ -249,7 +253,7 @@ def with_average_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     pairs = zip(footprint.state_sizes, footprint.state_spaces, strict=True)
     average = sum(size for size, space in pairs if space is Space.HOST)
     copies = sum(footprint.trained_sizes) / (link * CALIBRATED.link) if link is not None else 0.0
-    return replace(time, alone=time.alone + copies + 3 * average / HOST_UPDATE_BYTES_PER_SECOND)
+    return replace(time, alone=time.alone + copies + 3 * average / HOST_AVERAGE_BYTES_PER_SECOND)
 
 
 BACKWARD_SHARE = 0.6

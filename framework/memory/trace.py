@@ -102,6 +102,8 @@ class Operation(NamedTuple):
     """Number of tensors that a foreach operator or our own multi-tensor kernel updates. Of a HOLD: see there."""
     is_aligned: bool = True
     """Whether the rows of a product's matrices are aligned."""
+    one_by_one: int = 0
+    """Elements of an elementwise call whose tensors differ in shape, strides or floating-point dtype, or have gaps."""
 
 
 class Mark(NamedTuple):

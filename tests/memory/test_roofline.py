@@ -74,6 +74,7 @@ def test_attention_of_narrow_heads_reaches_less() -> None:
         ("mul", Launcher.TORCH, 1, CALIBRATED.bandwidth),
         ("_softmax", Launcher.TORCH, 1, CALIBRATED.reduction_bandwidth),
         ("_foreach_mul_", Launcher.TORCH, 9, CALIBRATED.update_bandwidth),
+        ("_foreach_mul_", Launcher.TORCH, 1, CALIBRATED.update_bandwidth),
         ("_rms_norm_forward_kernel", Launcher.TRITON, 1, CALIBRATED.triton_bandwidth),
         ("generated", Launcher.COMPILED, 1, CALIBRATED.compiled_bandwidth),
         ("unpack", Launcher.BITSANDBYTES, 1, CALIBRATED.unpack_bandwidth),
@@ -85,6 +86,13 @@ def test_other_kernels_take_their_traffic_at_a_share_by_what_they_do(
 ) -> None:
     operation = Operation(name, "forward", 0, 10**10, "bfloat16", (), launcher, tensors)
     assert kernel_seconds(operation, CARD) == (0.0, pytest.approx(1e10 / (1e12 * share)))
+
+
+def test_elements_that_are_loaded_one_by_one_take_as_long_whatever_their_bytes() -> None:
+    """2.7e9 elements a second on each of 100 multiprocessors, unless the bytes take longer."""
+    for moved, elements, seconds in ((10**8, 27 * 10**8, 0.01), (9 * 10**10, 27 * 10**8, 0.1), (9 * 10**9, 0, 0.01)):
+        call = Operation("mul", "forward", 0, moved, "bfloat16", one_by_one=elements)
+        assert kernel_seconds(call, CARD)[1] == pytest.approx(seconds)
 
 
 def test_narrow_float32_heads_reach_less_of_the_rate() -> None:
@@ -100,11 +108,13 @@ def test_narrow_float32_heads_reach_less_of_the_rate() -> None:
 @pytest.mark.parametrize(
     ("name", "phase", "expected"),
     [
-        ("sum", "forward", 1e9 / (1e12 * 0.8)),
+        ("sum", "loss", 1e9 / (1e12 * 0.8)),
+        ("sum", "forward", 1e9 / (1e12 * 0.33)),
         ("sum", "backward", 1e9 / (1e12 * 0.33)),
         ("native_layer_norm", "forward", 1e9 / (1e12 * 0.33)),
         ("native_layer_norm_backward", "backward", 1e9 / (1e12 * 0.23)),
         ("sort", "forward", 1e9 / (1e12 * 0.8) + 20e-6),
+        ("index_put", "backward", 1e9 / (1e12 * 0.8) + 20e-6),
     ],
 )
 def test_sums_over_rows_are_slower_than_those_within_one_and_a_sort_takes_several_kernels(

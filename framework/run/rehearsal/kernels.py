@@ -83,6 +83,15 @@ def _attention_flops(args: Sequence[Any], backward: bool) -> int:
     return int(2 * batch * heads * tokens * key.shape[-2] * products)
 
 
+def group_shape(left: torch.Tensor, right: torch.Tensor, groups: int) -> tuple[int, ...]:
+    """(1, m, n, k) of one group's product on average: the groups share the rows of `left`, the columns of `right`, or,
+    of two matrices, what is summed over."""
+    (rows, inner), columns = left.shape[-2:], right.shape[-1]
+    if left.dim() == right.dim():
+        return (1, rows, columns, inner // groups)
+    return (1, rows // groups, columns, inner) if left.dim() == 2 else (1, rows, columns // groups, inner)
+
+
 def grouped_product(
     left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None, *_: Any
 ) -> torch.Tensor | None:
@@ -105,6 +114,42 @@ def is_aligned(packet: Any, args: Sequence[Any]) -> bool:
     left, right = args[:2] if packet in (aten.mm, aten.bmm) else args[1:3]
     steps = (max(matrix.stride()[-2:]) for matrix in (left, right))
     return right.shape[-1] % 2 == 0 and all(step % 2 == 0 for step in steps)
+
+
+@functools.cache
+def _is_elementwise(packet: Any) -> bool:
+    tagged = any(torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())
+    return tagged or packet in (aten._to_copy, aten.copy_, aten.masked_fill_)
+
+
+def count_one_by_one(packet: Any, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
+    """Elements of an elementwise call whose kernel does not load vectors of them, else 0.
+
+    TensorIterator merges all dimensions into one if all tensors are dense and equal in shape and strides; else the
+    kernel computes the offset of each element, and with several dtypes it casts each (ATen/native/cuda/CUDALoops.cuh).
+    Float32 to half precision has vectors all the same (Copy.cu). Numbers are no tensors there.
+    """
+    if not results or not _is_elementwise(packet):
+        return 0
+    result = results[0]
+    tensors = [tensor for tensor in operands if tensor.dim() or tensor.device.type == "meta"]
+    alike = all(
+        tensor.shape == result.shape and (tensor.stride() == result.stride() or _steps(tensor) == _steps(result))
+        for tensor in tensors
+    )
+    dtypes = {tensor.dtype for tensor in (*tensors, result) if tensor.dtype.is_floating_point}
+    is_cast = len(dtypes) > 1 and (packet not in (aten._to_copy, aten.copy_) or result.dtype not in HALF_DTYPES)
+    return 0 if alike and _is_dense(result) and not is_cast else result.numel()
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    """Strides of the dimensions with more than one element, which are the ones that matter."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(extent == tensor.numel() or not tensor.numel())
 
 
 def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:

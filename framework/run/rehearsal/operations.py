@@ -157,6 +157,10 @@ _DTYPE_NAMES: Mapping[torch.dtype | None, str] = {
 }
 
 
+_ALLOCATIONS = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
+"""Calls that launch nothing."""
+
+
 def operations_of(
     phase: str,
     launcher: Launcher,
@@ -170,6 +174,8 @@ def operations_of(
     multiplied = operands[1:] if packet is aten.addmm else operands  # the addend may be wider
     floating = next((tensor.dtype for tensor in multiplied if tensor.dtype.is_floating_point), None)
     is_of_lists = packet.__name__.startswith(("_foreach_", "_fused_")) and args and isinstance(args[0], list | tuple)
+    if packet in _ALLOCATIONS:
+        return [Operation(packet.__name__, phase, 0, 0, "")]
     operation = Operation(
         name=packet.__name__,
         phase=phase,
@@ -180,6 +186,7 @@ def operations_of(
         launcher=launcher,
         tensors=(len(args[0]) if is_of_lists else 1),
         is_aligned=kernels.is_aligned(packet, args),
+        one_by_one=kernels.count_one_by_one(packet, operands, results),
     )
     if str(packet).startswith("bitsandbytes.") and launcher is Launcher.TORCH:
         operation = operation._replace(launcher=Launcher.BITSANDBYTES)
@@ -192,7 +199,8 @@ def operations_of(
             return [unpacked, operation._replace(bytes=operation.bytes + written, launcher=launcher)]
     if packet is aten._grouped_mm and floating is not torch.bfloat16 and args[2] is not None:
         groups = args[2].shape[0]  # one product after the other
-        operation = operation._replace(flops=operation.flops // groups, bytes=operation.bytes // groups)
+        shape = kernels.group_shape(*args[:2], groups)
+        operation = operation._replace(flops=operation.flops // groups, bytes=operation.bytes // groups, shape=shape)
         wait = Operation(WAIT, phase, 0, 0, "")  # the host reads the ends of the groups
         return [wait, *[operation] * groups]
     return [operation]
