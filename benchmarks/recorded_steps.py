@@ -5,7 +5,8 @@ python -m benchmarks.recorded_steps ROWS.jsonl     rehearse each row's step and 
 
 A row of ROWS.jsonl has `name`, `config` (without `gpu`), `machine` (measurements of one host share a speed), `seconds`,
 and `use`: "fits", "judges" or "phases" (fits by what the host took for each phase). The calls of a step in the archive
-are those of the code that was measured: a step that runs other kernels today is not rehearsed again.
+are those of the code that was measured: a step that runs other kernels today is not rehearsed again. `one_by_one` of
+calls recorded before 2026-11-30 was filled in later, from calls alike in all else of the same step or of others.
 """
 
 import json
