@@ -199,7 +199,7 @@ def operations_of(
             return [unpacked, operation._replace(bytes=operation.bytes + written, launcher=launcher)]
     if packet is aten._grouped_mm and floating is not torch.bfloat16 and args[2] is not None:
         groups = args[2].shape[0]  # one product after the other
-        shape = kernels.group_shape(*args[:2], groups)
+        shape = kernels.group_shape(args[0], args[1], groups)
         operation = operation._replace(flops=operation.flops // groups, bytes=operation.bytes // groups, shape=shape)
         wait = Operation(WAIT, phase, 0, 0, "")  # the host reads the ends of the groups
         return [wait, *[operation] * groups]
