@@ -137,20 +137,26 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type != place.device.type and not tensor.is_meta:
                 tensor.data = tensor.data.to(place.device)
-    keep_packing(model)
+    settle_4bit_layers(model)
     # it logs a line for each 8-bit product
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return lost
 
 
-def keep_packing(model: nn.Module) -> None:
-    """Keep 4-bit weights on a CPU in their format: bitsandbytes would convert them for evaluation into one without
-    training support, and only for rows that are a multiple of its blocks (bitsandbytes 0.50)."""
+def settle_4bit_layers(model: nn.Module) -> None:
+    """Make 4-bit layers what bitsandbytes (0.50) makes of them in their first forward.
+
+    On a CPU it would convert weights for evaluation into a format without training support, and only for rows that are
+    a multiple of its blocks: they keep theirs. It casts a bias to the compute dtype in place, which breaks a compiled
+    block's graph, and a checkpoint around it, whose recomputation then saves one tensor less.
+    """
     import bitsandbytes as bnb
 
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
+            if module.bias is not None and module.compute_dtype is not None:
+                module.bias.data = module.bias.data.to(module.compute_dtype)
 
 
 def _fill(module: Any, weight: Tensor, place: Place) -> None:

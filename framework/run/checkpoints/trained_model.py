@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from framework.build.adapters.quantize import is_quantized, keep_packing, quantize
+from framework.build.adapters.quantize import is_quantized, settle_4bit_layers, quantize
 from framework.build.hub import leave_to_run_code, one_line
 from framework.build.loading.bases import BASE, Base, differences, read_base
 from framework.build.loading.model import build_model, read_architecture, unreported
@@ -167,7 +167,7 @@ def load_model(saved_model: SavedModel) -> Any:
     else:
         model = with_adapter(load_base(saved_model)[0], saved_model)
     if is_quantized(model):
-        keep_packing(model)
+        settle_4bit_layers(model)
     on_card = any(parameter.is_cuda for parameter in model.parameters())  # quantized weights are there already
     return (model if on_card or not torch.cuda.is_available() else model.to("cuda")).eval()
 

@@ -49,6 +49,22 @@ def test_each_kind_trains_and_is_read_back(architecture, peft, kind):
     assert losses[0] == pytest.approx(steps(tiny_assembly(adapted(architecture=architecture)), 1)[0], rel=0.02)
 
 
+def test_forward_casts_no_bias_of_a_4_bit_layer_in_place():
+    """Which would break the graph of a compiled block, and the recomputation of a checkpoint around it."""
+    config = quantized(GPT2)
+    computed = {"mixed_precision_dtype": "bf16"}
+    config = config.model_copy(update={"training": config.training.model_copy(update=computed)})
+    assembly = tiny_assembly(TrainingConfig.model_validate(config.model_dump(mode="json")))
+    from bitsandbytes.nn import Linear4bit
+
+    biases = [module.bias for module in assembly.model.modules() if isinstance(module, Linear4bit)]
+    assert biases
+    assert {bias.dtype for bias in biases} == {torch.bfloat16}
+    before = [bias.data_ptr() for bias in biases]
+    steps(assembly, 1)
+    assert [bias.data_ptr() for bias in biases] == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("peft", "kind", "architecture"), thinned(KINDS, {"llama": WIDE, "gpt2": GPT2, "moe": MOE}))
 def test_the_plan_holds_what_is_built(architecture, peft, kind):
