@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from framework.build.adapters.quantize import is_quantized, settle_4bit_layers, quantize
+from framework.build.adapters.quantize import is_quantized, quantize, settle_4bit_layers
 from framework.build.hub import leave_to_run_code, one_line
 from framework.build.loading.bases import BASE, Base, differences, read_base
 from framework.build.loading.model import build_model, read_architecture, unreported
