@@ -174,6 +174,12 @@ class Kernel:
         self.writes.append(node)
 
     @property
+    def code(self) -> tuple[Any, ...]:
+        """What tells its generated code from another kernel's: last operators and shapes."""
+        shapes = (tuple(value.shape) for node in self.reads for value in tensors_in(node.meta.get("val")))
+        return tuple((node.target, *node.meta["val"].shape) for node in self.writes), tuple(sorted(shapes))
+
+    @property
     def bytes(self) -> int:
         """Bytes of the values that it writes or reads, each once."""
         return sum(_count_bytes(node) for node in (*self.writes, *self.reads))
@@ -221,7 +227,7 @@ class GraphReplay:
         inputs = arguments[::-1]
         arguments.clear()  # these are the last references to tensors saved by forward
         tracker = self._tracker()
-        code = contextlib.nullcontext() if tracker is None else tracker.compiled_code(self, not self._is_backward)
+        code = contextlib.nullcontext() if tracker is None else tracker.compiled_code(not self._is_backward)
         with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes(), code:
             return self._replay(inputs, tracker)
 
@@ -257,6 +263,7 @@ class GraphReplay:
     def _launch(self, kernel: Kernel, position: int, values: dict[fx.Node, Any], tracker: Tracker | None) -> None:
         """Create the values that a generated kernel writes."""
         roles, writes = self._schedule.roles, kernel.writes
+        is_elementwise = all(roles[node] is Role.FUSED for node in writes)
         if tracker is not None:
             for node in writes:
                 if roles[node] is Role.FUSED:
@@ -265,7 +272,7 @@ class GraphReplay:
             values[node] = tree_map_only(torch.Tensor, _without_values, node.meta["val"])
         if tracker is not None:
             results = tensors_in([values[node] for node in writes])
-            tracker.record_kernel(results, kernel.bytes, all(roles[node] is Role.FUSED for node in writes))
+            tracker.record_kernel(results, kernel.bytes, (id(self), kernel.code) if is_elementwise else None)
 
     def _release_overwritten(self, node: fx.Node, position: int, values: dict[fx.Node, Any], tracker: Tracker) -> None:
         """Release an operand that Inductor overwrites: one of the same size with no further reader."""

@@ -7,7 +7,7 @@ forward was a temporary, and `claim` identifies weights, gradients and optimizer
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,8 +64,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of each allocated workspace
         self._resize = torch.UntypedStorage.resize_
         self._in_forward_code = False
-        self._called_graphs: set[int] = set()
-        self._is_first_call = False
+        self._timed_kernels = set[Hashable]()
         self._launcher = Launcher.TORCH
         self.is_one_of_several = False
         """Whether tensors may be sharded."""
@@ -184,12 +183,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- compiled code
     @contextlib.contextmanager
-    def compiled_code(self, graph: object, of_forward: bool) -> Iterator[None]:
+    def compiled_code(self, of_forward: bool) -> Iterator[None]:
         """Mark operations within the block as a graph's; `of_forward` also for recomputation in backward."""
         before = self._launcher, self._in_forward_code
         self._launcher, self._in_forward_code = Launcher.COMPILED, of_forward
-        self._is_first_call = id(graph) not in self._called_graphs
-        self._called_graphs.add(id(graph))
         self.trace.operations.append(Operation(GRAPH, self._code_phase(), 0, 0, ""))
         try:
             yield
@@ -204,16 +201,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record a call of a library kernel with its result."""
         self._record(func, func._overloadpacket, args, kwargs, result)
 
-    def record_kernel(self, results: Iterable[torch.Tensor], moved: int, is_elementwise: bool) -> None:
+    def record_kernel(self, results: Iterable[torch.Tensor], moved: int, timed: Hashable) -> None:
         """Record a launch of a generated kernel that moves `moved` bytes, and its results.
 
-        At a graph's first call torch times variants of elementwise ones, and each time overwrites a buffer as large as
-        the L2 cache (`InductorBenchmarker.benchmark_gpu`).
+        Before its first launch torch times variants of the kernel that `timed` stands for (None: it has one variant),
+        and each time overwrites a buffer as large as the L2 cache (`InductorBenchmarker.benchmark_gpu`).
         """
         for tensor in results:
             self._track(tensor)
         self.record_launch("generated", moved, Launcher.COMPILED)
-        if self._is_first_call and is_elementwise:
+        if timed is not None and timed not in self._timed_kernels:
+            self._timed_kernels.add(timed)
             block = self._bear(self._card.l2_cache_bytes, Kind.TEMPORARIES)
             self.trace.bury(block)
             self.trace.unrepeated.add(block)
