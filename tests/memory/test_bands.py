@@ -45,3 +45,13 @@ def test_every_band_covers_the_worst_row_that_it_names() -> None:
 def test_the_band_of_convolutions_covers_what_they_took(allocated: int, reserved: int, taken: int) -> None:
     """benchmarks/results/tasks_h200.json: cuDNN's workspace is not in the plan."""
     assert UNCERTAINTY[Band.CONVOLUTION].upper(allocated, reserved, 804_061_184) > taken
+
+
+@pytest.mark.parametrize(
+    ("allocated", "reserved", "taken"),
+    [(561_991_168, 689_963_008, 1_569_521_664), (2_356_427_264, 2_531_262_464, 3_568_107_520)],
+    ids=["gpt2", "gemma"],
+)
+def test_the_band_of_compiled_runs_covers_what_they_took(allocated: int, reserved: int, taken: int) -> None:
+    """benchmarks/results/drawn_third_h200.json: qlora-05 with a filled cache of the compiler, and full-06."""
+    assert UNCERTAINTY[Band.COMPILED].upper(allocated, reserved, 804_061_184) > taken

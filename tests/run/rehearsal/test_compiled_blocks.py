@@ -147,6 +147,7 @@ def test_blocks_over_4_bit_weights_are_captured_and_unpack_them_again_in_backwar
     assert (calls["backward", "dequantize_blockwise"] > 0) is nested
 
 
+@pytest.mark.slow
 def test_a_weight_that_dora_unpacks_in_forward_is_kept_for_backward() -> None:
     found = rehearsed_in_4_bits(peft_method="dora", use_bnb_nested_quant=False)
     calls = Counter((call.phase, call.name) for call in steady_step(found.trace))
