@@ -83,6 +83,7 @@ def test_compiled_blocks_keep_less_and_a_budget_less_still() -> None:
     assert len(set(sizes)) == 4
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_captured_once_and_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = []
     original = compiled_blocks.CompiledBlocks._capture
