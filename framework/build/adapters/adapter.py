@@ -100,18 +100,7 @@ def attach_adapter(
     if params.peft_method is PeftMethod.PREFIX:
         # peft passes its cache under the argument's name before transformers 5.24, at each forward pass
         warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
-    try:
-        with warnings.catch_warnings(), drawn_for("adapter", seed, place):
-            # peft uses a property that transformers 5.20 renamed; nothing a user could change
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            for text in (_TIED, _TIES_NOTHING):  # reported by `_untied` and `_apart`
-                warnings.filterwarnings("ignore", text, UserWarning)
-            adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=True)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        key = "peft.peft_method" if is_prompt else KEY
-        raise RequestError(
-            [Problem(key, f"peft cannot attach {params.peft_method} there: {one_line(error)}")]
-        ) from None
+    adapted = _attached(params, model, config, place, seed)
     if was_shared and params.peft_method not in NEVER_TIE:  # `_untied` reports it
         targets = replace(targets, warnings=(*targets.warnings, *_apart(model)))
     for name, parameter in adapted.named_parameters():
@@ -138,6 +127,22 @@ def attach_adapter(
     moved = params.peft_method in MOVES_WEIGHTS and not place.rehearsed
     initial = {name: tensor.detach().cpu().clone() for name, tensor in adapter_state(adapted)} if moved else {}
     return Adapter(adapted, targets, initial, started)
+
+
+def _attached(params: PeftParams, model: PreTrainedModel, config: PeftConfig, place: Place, seed: int) -> PeftModel:
+    """The model with peft's adapter. Raises RequestError if peft cannot attach it."""
+    try:
+        with warnings.catch_warnings(), drawn_for("adapter", seed, place):
+            # peft uses a property that transformers 5.20 renamed; nothing a user could change
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            for text in (_TIED, _TIES_NOTHING):  # reported by `_untied` and `_apart`
+                warnings.filterwarnings("ignore", text, UserWarning)
+            adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=True)
+            return adapted
+    except (ValueError, TypeError, NotImplementedError) as error:
+        key = "peft.peft_method" if ADAPTERS[params.peft_method].is_prompt else KEY
+        message = f"peft cannot attach {params.peft_method} there: {one_line(error)}"
+        raise RequestError([Problem(key, message)]) from None
 
 
 def _training_the_head(params: PeftParams, model: PreTrainedModel) -> PeftParams:

@@ -136,11 +136,12 @@ class Region:
 def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> None:
     """Compile the blocks, or the model below the head, if requested.
 
-    Equal blocks share their code. Raises RequestError for a model class without blocks, and for experts under autocast.
+    Equal blocks share their code. Raises RequestError for a model class without blocks, and for layers that split
+    compiled code under autocast.
     """
     if config.training.compile is not True:
         return
-    _refuse_cast_experts(config, model)
+    _refuse_under_autocast(config, model)
     compiler = Compiler(_budget(config), config.training.cuda_graphs)
     is_static = 1 <= config.possible_lengths <= MOST_STATIC_LENGTHS
     if not place.rehearsed:
@@ -160,18 +161,30 @@ def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> N
             module._compiled_call_impl = region
 
 
-def _refuse_cast_experts(config: TrainingConfig, model: nn.Module) -> None:
-    """Raise RequestError for float32 experts under autocast. Their grouped product does not support autocast: compiled
-    code breaks at each one, with many warnings, and takes 7 % less memory than planned (Qwen3 MoE, H200, 2026-11).
+def _refuse_under_autocast(config: TrainingConfig, model: nn.Module) -> None:
+    """Raise RequestError for layers that split compiled code under autocast.
+
+    Float32 experts: their grouped product does not support it (many warnings, and 7 % less memory than planned; Qwen3
+    MoE, H200, 2026-11). 8-bit layers with a bias: bitsandbytes (0.50) casts it in place to the dtype of the input, and
+    a checkpoint's recomputation fails.
     """
     if config.training.mixed_precision_dtype in (None, MixedPrecision.NONE):
         return
-    modules = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
+    modules = [module for module in model.modules() if not isinstance(module, nn.Conv1d)]
     weights = (weight for module in modules for weight in module.parameters(recurse=False))
+    message = None
     if any(weight.dim() == 3 and weight.dtype is torch.float32 for weight in weights):
         message = "float32 experts cannot be compiled under autocast, which their grouped product does not support"
+    elif any(_is_8bit(module) and module.bias is not None for module in modules):
+        message = "8-bit layers with a bias cannot be compiled under autocast: bitsandbytes casts the bias in place"
+    if message is not None:
         works = "training.compile=false, or model.torch_dtype_str=bfloat16 with training.mixed_precision_dtype=none"
         raise RequestError([Problem("training.compile", message, expected=works)])
+
+
+def _is_8bit(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return isinstance(module, nn.Linear) and weight is not None and weight.dtype is torch.int8
 
 
 def _forward_of(module: nn.Module) -> Run:

@@ -210,7 +210,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in results:
             self._track(tensor)
         self.record_launch("generated", moved, Launcher.COMPILED)
-        if timed is not None and timed not in self._timed_kernels:
+        if timed not in (None, *self._timed_kernels) and self._card.name != "cpu":
             self._timed_kernels.add(timed)
             block = self._bear(self._card.l2_cache_bytes, Kind.TEMPORARIES)
             self.trace.bury(block)

@@ -210,6 +210,17 @@ def test_float32_experts_under_autocast_are_not_compiled(dtype, autocast):
         assert compiled_regions(build(mixture, model={"torch_dtype_str": dtype}, mixed_precision_dtype=autocast).model)
 
 
+@pytest.mark.parametrize(("architecture", "autocast"), [(GPT2, "bf16"), (GPT2, "none"), (LLAMA, "bf16")])
+def test_8_bit_layers_with_a_bias_are_not_compiled_under_autocast(architecture, autocast):
+    pytest.importorskip("bitsandbytes")
+    settings = {"use_peft": True, "mixed_precision_dtype": autocast}
+    peft = {"q_lora": True, "q_lora_bits": 8, "lora_r": 4}
+    is_refused = architecture is GPT2 and autocast == "bf16"
+    refused = pytest.raises(RequestError, match=r"training\.compile: 8-bit layers with a bias") if is_refused else None
+    with refused or contextlib.nullcontext():
+        assert compiled_regions(build(architecture, peft=peft, model={"torch_dtype_str": "bfloat16"}, **settings).model)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++, which is not here")
 def test_inductor_itself_trains_the_same():
