@@ -36,7 +36,7 @@ FOUND = {
     "framework/build/attention": {"choose_kernel", "_refuse"},
     "framework/build/levers": {
         "arrange_blocks", "modules_to_compile", "require_torchao", "convert_products", "refuse_unknown_to_liger",
-        "use_liger_kernels", "_refuse_other_activation", "_refuse_cast_experts", "__init__",
+        "use_liger_kernels", "_refuse_other_activation", "_refuse_under_autocast", "__init__",
     },
     "framework/build/optimizers": {"matrix_parameters", "_refuse_patterns"},
     "framework/run/rehearsal": {"attend", "record", "_refuse_idle_policy"},

@@ -182,6 +182,10 @@ def test_the_first_step_times_kernels_next_to_a_buffer_as_large_as_the_l2_cache(
     assert timed
     assert len(timed) == len(trace.unrepeated)
     assert {trace.sizes[block] for block in timed} == {TrainingConfig.model_validate({"gpu": H100}).gpu.l2_cache_bytes}
+
+
+@pytest.mark.slow
+def test_a_cpu_times_kernels_without_such_a_buffer() -> None:
     on_cpu = tiny_config(training={"compile": True, "mixed_precision_dtype": "none"}, gpu={"name": "cpu"})
     assert not record(on_cpu).trace.unrepeated
 
